@@ -48,6 +48,7 @@ def _unjudged(number: int, places: int) -> dict[str, Any]:
     return {
         "kind": UNKNOWN,
         "title": "unknown",
+        "branch": "",
         "score": 0.0,
         "alternatives": [],
         "alternative_scores": [],
@@ -66,6 +67,7 @@ def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
     best = judged[0]
     cluster, first, ranks = best.cluster, best.cluster.first, best.kinds[:MAX_ALTERNATIVES]
     kind, diagnosis = kind_of(best)
+    branch = RULES[kind].branch if kind != UNKNOWN else next((s.branch for s in cluster.head if s.branch), "")
     score = round(diagnosis.score if diagnosis is not None else ranks[0][1].score if ranks else 0.0, 3)
     also = sum(kind_of(other)[0] == kind for other in judged[1:])
     queries = [*diagnosis.evidence] if diagnosis is not None else []
@@ -73,7 +75,8 @@ def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
     queries += [request_query(first.request_id)] if first.request_id >= 0 else []
     return {
         "kind": kind,
-        "title": RULES[kind].title if kind != UNKNOWN else "unknown",
+        "title": RULES[kind].title if kind != UNKNOWN else f"{branch}: unknown kind" if branch else "unknown",
+        "branch": branch,
         "score": score,
         "alternatives": [other for other, _ in ranks],
         "alternative_scores": [round(other.score, 3) for _, other in ranks],
@@ -115,12 +118,7 @@ def _first_sign(best: Ranked) -> dict[str, str]:
 
 def _sentence(diagnosis: Diagnosis | None, best: Ranked, also: int) -> str:
     first = best.cluster.first
-    if diagnosis is None:
-        what = first.kind.replace("_", " ") or "+".join(r.name or "" for r in FailReason if first.bits & r)
-        said = f"no rule knows this: {what} in {first.when}, {first.reader}, {first.place}"
-        said += f", {first.detail}" if first.detail else ""
-    else:
-        said = diagnosis.sentence
+    said = first.differs if diagnosis is None else diagnosis.sentence
     said = said[0].upper() + said[1:]
     return f"{said}; the same {also} more time{'s' if also > 1 else ''}" if also else said
 

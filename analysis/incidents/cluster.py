@@ -16,6 +16,23 @@ TOKEN: Final = int(FailReason.VERIFY_TOKEN)
 WRITE_TOKEN: Final = int(FailReason.WRITE_TOKEN)
 WRITE_POSITION: Final = int(FailReason.WRITE_POSITION)
 CONTENT: Final = CHAIN | POSITION | TOKEN
+# What went wrong where: the branches of the tree whose leaves are the kinds.
+BRANCHES: Final = ("table", "allocation", "write", "read", "transfer", "content", "identity", "input")
+# The branch of a finding that no rule explains; of a violation, by its reasons, in `Sign.branch`.
+_BRANCH_OF_FINDING: Final = {
+    **dict.fromkeys(("row_reassigned", "table_entry_differs", "padding_slot_read", "swa_mapping_stale"), "table"),
+    **dict.fromkeys(
+        ("slot_out_of_pool", "slot_double_allocated", "free_slot_shared", "slot_freed_twice"), "allocation"
+    ),
+    **dict.fromkeys(("foreign_slot_freed", "slot_leaked", "read_after_free", "read_of_foreign_slot"), "allocation"),
+    **dict.fromkeys(("write_to_foreign_slot", "slot_written_twice", "padded_write"), "write"),
+    **dict.fromkeys(("write_lost", "write_damaged"), "write"),
+    **dict.fromkeys(("wrong_window", "attention_lens", "attention_slots"), "read"),
+    **dict.fromkeys(("freed_during_transfer", "transfer_not_held", "transfer_differs"), "transfer"),
+    **dict.fromkeys(("transfer_source_damaged", "transfer_source_changed"), "transfer"),
+    **dict.fromkeys(("hit_never_written", "hit_differs"), "content"),
+    **dict.fromkeys(("seq_len_backwards", "input_not_sampled", "input_not_truth"), "input"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +67,33 @@ class Sign:
     detail: str = ""
     cause: str = ""
     evidence: tuple[int, ...] = ()
+
+    @property
+    def branch(self) -> str:
+        """What went wrong where, as far as this sign alone says it, "" if it says nothing."""
+        if self.kind:
+            return _BRANCH_OF_FINDING.get(self.kind, "")
+        if self.bits & (WRITE_TOKEN | WRITE_POSITION):
+            return "input"
+        return "content" if self.bits & CONTENT else "write" if self.bits & KV_HASH else ""
+
+    @property
+    def differs(self) -> str:
+        """What differs, in plain words."""
+        if self.kind:
+            where = f"{self.reader}, {self.place}" if self.slot >= 0 else self.reader
+            return f"{self.kind.replace('_', ' ')} in {self.when}, {where}" + (
+                f": {self.detail}" if self.detail else ""
+            )
+        if self.bits & (WRITE_TOKEN | WRITE_POSITION):
+            fed = f"token {self.stored_token}" if self.bits & WRITE_TOKEN else f"position {self.stored_position}"
+            own = f"token {self.expected_token}" if self.bits & WRITE_TOKEN else f"position {self.position}"
+            return f"{self.reader} was fed {fed} in {self.when}, expected {own}, for {self.place}"
+        held = f"token {self.stored_token}, position {self.stored_position}, written by {self.writer}"
+        what = "other K and V than were written there" if self.bits == KV_HASH else held
+        if not self.bits & (TOKEN | POSITION | KV_HASH):
+            what = f"what goes on from another beginning than the request's ({held})"
+        return f"{self.reader} read {self.place} in {self.when}, and found {what}"
 
     @property
     def reader(self) -> str:
@@ -197,6 +241,34 @@ class Cluster:
             for fact in self.history(sign)
         )
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether the engine has forks: vLLM and SGLang share the pages of a prefix and copy none."""
+        return self.facts.header is None or self.facts.header.engine.name.lower() not in ("vllm", "sglang")
+
+    def window(self, sign: Sign) -> int:
+        """Return the window of a sign's pool group, 0 for full attention or if that is not known."""
+        group = self.group(sign)
+        return self.groups[group].window if 0 <= group < len(self.groups) else 0
+
+    def enough(self, sign: Sign) -> bool:
+        """Whether a sign's request had been given as many slots as it takes to hold the sign's position."""
+        group = self.group(sign)
+        plain = self.complete and 0 <= group < len(self.groups) and self.groups[group].lut < 0 and not self.window(sign)
+        return plain and 0 <= sign.position < self.facts.holds(sign.request_id, group, sign.event)
+
+    def wrote(self, sign: Sign) -> tuple[int, int] | None:
+        """Return event and slot of the request's own last write of a sign's position before it."""
+        return self.facts.wrote_before(sign.request_id, sign.position, sign.event)
+
+    def filled(self, sign: Sign) -> Fact | None:
+        """Return what filled a sign's slot last, before its event."""
+        return self.last(sign, "written", "copied", "loaded", "received", "receive_failed", before=sign.event)
+
+    def was_given(self, sign: Sign) -> bool:
+        """Whether a sign's request was ever given or joined its slot."""
+        return any(f.request_id == sign.request_id and f.what in ("alloc", "shared") for f in self.history(sign))
+
     def places(self) -> set[tuple[int, int]]:
         """Return pool group and slot of all that the head says."""
         return {(self.group(sign), sign.slot) for sign in self.head}
@@ -225,26 +297,36 @@ class Rule:
     """A kind of incident, a fault class, with a `title` of three or four words.
 
     `mechanism` says what goes wrong in the engine and what that leaves behind, and ends with the class's reference.
-    `diagnose` scores a cluster, None if nothing speaks for this kind. `recurs`: the mistake is in code that runs again and
-    again, so that clusters of this kind are one incident even if they share neither slot nor request. `aftermath`: what
-    this kind leaves behind comes of other mistakes as well; if one hit the same request before, it is a part of that.
+    `branch` is what went wrong where, one of `BRANCHES`. `diagnose` scores a cluster, None if nothing speaks for this
+    kind. `aftermath`: what this kind leaves behind comes of other mistakes as well; if one hit the same request before, it
+    is a part of that.
     """
 
     kind: str
     title: str
     mechanism: str
+    branch: str
     diagnose: Callable[[Cluster], Diagnosis | None]
-    recurs: bool = False
     aftermath: bool = False
 
 
 def rule(
-    title: str, mechanism: str, *, recurs: bool = False, aftermath: bool = False
+    title: str, *, branch: str, aftermath: bool = False
 ) -> Callable[[Callable[[Cluster], Diagnosis | None]], Rule]:
-    """Make a rule of the function that diagnoses; its name is the kind."""
-    return lambda diagnose: Rule(
-        kind=diagnose.__name__, title=title, mechanism=mechanism, diagnose=diagnose, recurs=recurs, aftermath=aftermath
-    )
+    """Make a rule of the function that diagnoses: its name is the kind, its docstring the mechanism."""
+
+    def make(diagnose: Callable[[Cluster], Diagnosis | None]) -> Rule:
+        mechanism = " ".join((diagnose.__doc__ or "").split())
+        return Rule(
+            kind=diagnose.__name__,
+            title=title,
+            mechanism=mechanism,
+            branch=branch,
+            diagnose=diagnose,
+            aftermath=aftermath,
+        )
+
+    return make
 
 
 def slot_query(group: int, slot: int) -> str:

@@ -24,8 +24,8 @@ class Fact:
     `what` is alloc, shared, cached, free, evict, written, padded (by a padding token), copied (into it, in the pool),
     loaded (from the host), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent,
     receiving, received, receive_failed, or changed (its bytes, without a write).
-    `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`. For
-    a change `twin` names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event`
+    `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, a
+    copy or load its source, and a load in `together` how often that was stored since it was read last. For a change `twin` names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event`
     that write's event, `twin_kind` its kind (forward or transfer), and `together` how many slots changed at once.
     """
 
@@ -91,8 +91,10 @@ class Facts:
 
     `slots` by pool group and slot, oldest first; `statuses`, `begins`, `rewrites` by request; `named` holds, by event,
     the slots that it names, by pool group, for the events behind findings, `modes` the modes of the forwards among
-    them, `prefixes` the tokens before, by event and request. `late_samples` counts events with samples that came after
-    their forward. `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
+    them, `prefixes` the tokens before, by event and request. `wrote` holds where a request wrote a position of its last,
+    by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
+    pool group, number of slots, less than none for those it gave back. `late_samples` counts events with samples that came after their forward.
+    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     """
 
     header: TraceHeader | None = None
@@ -104,6 +106,8 @@ class Facts:
     late_samples: int = 0
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)
+    wrote: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    given: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     padding_nowhere: deque[int] = field(default_factory=lambda: deque(maxlen=4096))
 
     def of(self, group: int, slot: int, *, upto: int) -> list[Fact]:
@@ -118,6 +122,16 @@ class Facts:
     def status_after(self, request_id: int, event: int) -> Status | None:
         """Return the first status of a request after an event."""
         return next((s for s in self.statuses.get(request_id, ()) if s.event > event), None)
+
+    def wrote_before(self, request_id: int, position: int, event: int) -> tuple[int, int] | None:
+        """Return event and slot of the last write of a request's position before an event."""
+        return next((w for w in reversed(self.wrote.get((request_id, position), ())) if w[0] < event), None)
+
+    def holds(self, request_id: int, group: int, event: int) -> int:
+        """Return how many slots of a pool group a request was given or joined in its present life, up to an event."""
+        ends = [s.event for s in self.statuses.get(request_id, ()) if s.event < event and s.status == "retracted"]
+        since = ends[-1] if ends else NOBODY
+        return sum(n for at, of, n in self.given.get(request_id, ()) if since < at <= event and of == group)
 
     def retracted_before(self, request_id: int, event: int) -> bool:
         """Whether a request had been put back, and was taken up again, before an event."""

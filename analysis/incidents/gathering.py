@@ -14,6 +14,7 @@ from ...recorder.state.events import (
     GroupSlots,
     KnownEvent,
     SampleEvent,
+    SlotCopy,
     SlotEvent,
     StatusEvent,
     TransferEvent,
@@ -142,10 +143,14 @@ class _Gathering(StateListener):
         chosen = slice(0, MAX_PLACES)
         self._requests = frozenset(places["request"][chosen].tolist()) - {NOBODY}
         self._events = frozenset(places["event"][chosen][places["source"][chosen] == FINDING].tolist())
+        pairs = np.unique(np.stack([places["request"][chosen], places["position"][chosen]], axis=1), axis=0)
+        self._positions = {int(r): pairs[pairs[:, 0] == r, 1] for r in np.unique(pairs[:, 0])}  # ascending
         rows = max((table.rows for table in header.tables), default=0)
         self._owner = np.full(rows, NOBODY, np.int64)
         self._length = np.zeros(rows, np.int64)
         self._event = -1
+        self._running: set[int] = set()  # wanted requests that had a forward since their last status
+        self._stored: dict[tuple[int, int], int] = {}  # by pool group and host slot
         self._changed_rows: list[tuple[int, int, int, int]] = []  # event, row, start, count
         self._tables = StateTables(header, backend="cpu", listener=self)
         self._bytes = ChangedBytes(header)
@@ -221,14 +226,13 @@ class _Gathering(StateListener):
                 self._bytes.received(event)
         elif isinstance(event, CopyEvent):
             for copy in event.copies:
-                if copy.dst_tier == TIER_POOL:
-                    what = "copied" if copy.src_tier == TIER_POOL else "loaded"
-                    self._note_slots(copy.group, copy.dst, what)
+                self._copy(copy)
         elif isinstance(event, SampleEvent):
             self.facts.late_samples += 1
         elif isinstance(event, StatusEvent):
             if event.status == "admitted" and 0 <= event.row < len(self._length):
                 self._owner[event.row], self._length[event.row] = event.request_id, 0
+            self._running.discard(event.request_id)
             if event.request_id in self._requests:
                 found = self.facts.statuses[event.request_id]
                 if len(found) < _MAX_STATUSES:
@@ -237,12 +241,30 @@ class _Gathering(StateListener):
     def _note(self, parts: Sequence[GroupSlots], what: str, request_id: int) -> None:
         if self._event in self._events:
             self.facts.named[self._event] = {part.group: part.slots for part in parts}
+        # Whoever runs and joins slots gets them for its own (de-duplication): it holds no more than before.
+        joins = what == "shared" and request_id not in self._running
+        if request_id in self._requests and (joins or what in ("alloc", "free")):
+            sign = -1 if what == "free" else 1
+            self.facts.given[request_id] += [(self._event, part.group, sign * len(part.slots)) for part in parts]
         for part in parts:
             self._note_slots(part.group, part.slots, what, request_id)
 
     def _note_slots(self, group: int, slots: Int64Array, what: str, request_id: int = NOBODY) -> None:
         for slot in slots[self._slots[group][slots]].tolist():
             self._add(group, slot, Fact(event=self._event, what=what, request_id=request_id))
+
+    def _copy(self, copy: SlotCopy) -> None:
+        """Note what was copied into wanted slots; of a load also how often its host slot was stored since it was read."""
+        sources, targets = copy.src.tolist(), copy.dst.tolist()
+        if copy.dst_tier != TIER_POOL:
+            for target in targets:
+                self._stored[copy.group, target] = self._stored.get((copy.group, target), 0) + 1
+            return
+        for source, target in zip(sources, targets, strict=True):
+            times = 0 if copy.src_tier == TIER_POOL else self._stored.pop((copy.group, source), 0)
+            if self._slots[copy.group][target]:
+                what = "copied" if copy.src_tier == TIER_POOL else "loaded"
+                self._add(copy.group, target, Fact(event=self._event, what=what, via=source, together=times))
 
     # --- forwards
 
@@ -259,6 +281,7 @@ class _Gathering(StateListener):
             self._length[rows[inside]] = (forward.prefix_lens + np.maximum(forward.extend_lens, 0))[inside]
         for request_id, prefix in zip(ids[inside].tolist(), forward.prefix_lens[inside].tolist(), strict=True):
             if request_id in self._requests:
+                self._running.add(request_id)
                 begin = Begin(event=forward.event, forward=forward.forward, prefix_len=prefix)
                 self.facts.begins.setdefault(request_id, begin)
                 if asked:
@@ -268,8 +291,17 @@ class _Gathering(StateListener):
 
     def _writes(self, forward: Forward) -> None:
         """Note which of the wanted slots a forward writes, in every group of its runner, and where its padding goes."""
-        owner = batch_tokens(forward).request
-        real = len(owner)
+        tokens = batch_tokens(forward)
+        owner, real = tokens.request, len(tokens.request)
+        if forward.runner == 0:
+            ends = forward.prefix_lens + np.bincount(owner, minlength=len(forward.prefix_lens))
+            first = np.cumsum(ends - forward.prefix_lens) - ends
+            for r, request in enumerate(forward.request_ids.tolist()):
+                wanted = self._positions.get(request)
+                if wanted is not None:
+                    for position in wanted[slice(*np.searchsorted(wanted, [forward.prefix_lens[r], ends[r]]))].tolist():
+                        slot = int(forward.out_cache_loc[0][first[r] + position])
+                        self.facts.wrote[request, position].append((forward.event, slot))
         for number, group in enumerate(self._header.groups):
             if group.runner != forward.runner:
                 continue

@@ -141,16 +141,13 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
     total = int(clusters.max()) + 1 if len(clusters) else 0
     root = list(range(len(ranked)))  # of each, the earliest that it belongs to
     requests = _requests(places, clusters, len(ranked))
-    by_cause: dict[tuple[str, int], int] = {}
     by_kind: dict[str, int] = {}
     by_event: dict[int, list[int]] = {}
     for number, one in enumerate(ranked):
         kind, diagnosis = kind_of(one)
         same = []
-        if kind != UNKNOWN and RULES[kind].recurs:
+        if diagnosis is not None:  # a mistake in code comes back whenever that runs
             same.append(by_kind.setdefault(kind, number))
-        if diagnosis is not None and diagnosis.cause_event >= 0:
-            same.append(by_cause.setdefault((kind, diagnosis.cause_event), number))
         if diagnosis is not None and diagnosis.follows_event >= 0:
             same += [other for other in by_event.get(diagnosis.follows_event, ()) if other < number]
         if not certain(one):

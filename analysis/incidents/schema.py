@@ -47,6 +47,8 @@ INCIDENT_SCHEMA: Final = pa.schema(
         *((name, pa.utf8()) for name in ("first_request", "in_slot", "expected", "sentence", "detail")),
         # the queries that prove it
         ("evidence", _TEXTS),
+        # where it went wrong, of which `kind` is a leaf: table, allocation, write, read, transfer, content, identity, input
+        ("branch", pa.utf8()),
     ]
 )
 

@@ -7,9 +7,9 @@ _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot"
 _EVICTED = ("read_after_free", "read_of_foreign_slot", "hit_never_written", "foreign_slot_freed", "hit_differs")
 
 
-@rule("a page was given back twice", "A page enters the free list twice and later has two owners. (lab)")
+@rule("a page was given back twice", branch="allocation")
 def double_free(cluster: Cluster) -> Diagnosis | None:
-    """Score a second free."""
+    """A page enters the free list twice and later has two owners. (lab)"""
     sign = cluster.finding("slot_freed_twice", anywhere=True)
     if sign is None:
         return None
@@ -21,9 +21,9 @@ def double_free(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule("a held page was given out", "The allocator hands out a page that is not free. (lab)")
+@rule("a held page was given out", branch="allocation")
 def page_given_twice(cluster: Cluster) -> Diagnosis | None:
-    """Score an allocation that names a slot which another request was given and never gave back."""
+    """The allocator hands out a page that is not free. (lab)"""
     sign = cluster.finding("slot_double_allocated")
     if sign is not None:
         said = f"{sign.place} was given to {sign.reader} after {sign.when}: it {sign.detail}"
@@ -41,6 +41,24 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
         if again is not None:
             said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
             return cluster.diagnosis(0.58, said, other, again.event, other.event, cause=again.event)
+    doubled = cluster.finding("slot_written_twice")
+    for later in cluster.signs if doubled is not None else ():
+        own = cluster.wrote(later)
+        if (
+            later.bits & CONTENT
+            and own is not None
+            and own[1] == later.slot
+            and cluster.finding("table_entry_differs") is None
+        ):
+            said = f"{later.place} stands in the row of {later.reader} for two positions, both written in {cluster.first.when}: it was "
+            return cluster.diagnosis(0.96, said + "given to it twice", later, own[0], cause=own[0])
+    for other in cluster.head:
+        taken = _two_owners(cluster, other)
+        if taken is not None:
+            claim, write = taken
+            said = f"{other.place} was given out again in event {claim.event} while {other.reader} had it, and written in event "
+            said += f"{write.event}; read in {other.when}"
+            return cluster.diagnosis(0.86, said, other, claim.event, write.event, cause=claim.event)
     wrong = cluster.violation(CONTENT)
     # The same slot at two positions of one request: the allocator gave it out twice to the same one.
     if wrong is None or not wrong.writer_request_id == wrong.request_id >= 0 or wrong.stored_position == wrong.position:
@@ -50,9 +68,9 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.6, said, wrong)
 
 
-@rule("a page leaked", "A request leaves and does not give back all it held. (lab)", aftermath=True)
+@rule("a page leaked", branch="allocation", aftermath=True)
 def page_leaked(cluster: Cluster) -> Diagnosis | None:
-    """Score a slot that is still held in the name of a request that is gone, while nothing else is wrong."""
+    """A request leaves and does not give back all it held. (lab)"""
     sign = cluster.finding("slot_leaked")
     if sign is None:
         return None
@@ -61,12 +79,9 @@ def page_leaked(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.93 if alone else 0.55, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule(
-    "a page was given back too early",
-    "A page is freed while its request still runs; the next owner writes over it. (lab)",
-)
+@rule("a page was given back too early", branch="allocation")
 def free_too_early(cluster: Cluster) -> Diagnosis | None:
-    """Score a free, by the very request that still reads the slot, before somebody else got it or read it free."""
+    """A page is freed while its request still runs; the next owner writes over it. (lab)"""
     joined = cluster.finding("free_slot_shared")
     if joined is not None:
         freed = cluster.last(joined, "free", "evict")
@@ -79,7 +94,7 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
     signs = [sign for sign in cluster.head if sign.kind in _LOST_SLOT or sign.bits]
     for sign in signs:
         freed = own_free(cluster, sign)
-        if freed is not None:
+        if freed is not None and not lower_edge(cluster, sign):
             score = 0.9 if not cluster.is_sliding(sign) else 0.85
             said = f"{sign.reader} gave back {sign.place} in event {freed.event} and went on using it in {sign.when}"
             return cluster.diagnosis(score, said, sign, freed.event, sign.event, cause=freed.event)
@@ -96,12 +111,9 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.5 if not cluster.has_trace else 0.35, said, first)
 
 
-@rule(
-    "freed under the prefix cache",
-    "Pages are inserted in the prefix cache and then freed by a retraction or an abort. (S#38319)",
-)
+@rule("freed under the prefix cache", branch="allocation")
 def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
-    """Score a request that leaves and gives back what it had handed to the prefix cache; the next hit reads another's KV."""
+    """Pages are inserted in the prefix cache and then freed, by a request that no longer owns them. (S#38319)"""
     sign, joined = cluster.finding("foreign_slot_freed"), cluster.finding("free_slot_shared")
     if sign is None and joined is not None:
         said = f"{joined.reader} joined {joined.place} after {joined.when}: it {joined.detail}"
@@ -121,15 +133,15 @@ def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule(
-    "evicted under a running request", "The prefix cache gives back a page that is locked by a running request. (lab)"
-)
+@rule("evicted under a running request", branch="allocation")
 def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
-    """Score an eviction of a slot after its reader had joined it and before it read it again."""
+    """The prefix cache gives back a page that is locked by a running request. (lab)"""
     for sign in cluster.head:
         if sign.slot <= 0 or (sign.kind not in _EVICTED and not sign.bits) or sign.request_id < 0:
             continue
         evicted, held = taken_away(cluster, sign, "evict")
+        if not held and not cluster.was_given(sign) and cluster.enough(sign):
+            continue  # the slot was never its own: its row is wrong
         begin = cluster.facts.begins.get(sign.request_id)
         admitted = cluster.facts.status_before(sign.request_id, sign.event)
         if evicted is None or begin is None or begin.event > evicted.event:
@@ -139,6 +151,80 @@ def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
         said = f"the prefix cache evicted {sign.place} in event {evicted.event} under {sign.reader}, which read it in {sign.when}"
         return cluster.diagnosis(0.9 if held else 0.72, said, sign, evicted.event, sign.event, cause=evicted.event)
     return None
+
+
+@rule("a prefix hit of a page that was gone", branch="allocation")
+def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
+    """A lookup that has gone stale, or an index that outlives its page: a request joins a page that had been
+    evicted or given back, and may be another's by then. (V#17305, V#4761)
+    """
+    for sign in cluster.head:
+        if sign.kind not in (*_LOST_SLOT, "free_slot_shared", "hit_differs") and not sign.bits:
+            continue
+        mine = [f for f in cluster.history(sign) if f.what == "shared" and f.request_id == sign.request_id]
+        begin = cluster.facts.begins.get(sign.request_id)
+        again = cluster.facts.retracted_before(sign.request_id, sign.event)
+        if begin is not None and begin.prefix_len <= sign.position and not again:
+            continue  # it was handed the slot for a position that it computed itself
+        before = [f for f in cluster.history(sign) if mine and f.event < mine[-1].event]
+        gone = next((f for f in reversed(before) if f.what in ("evict", "free")), None)
+        since = [f for f in before if gone is not None and f.event > gone.event]
+        if gone is None or any(f.what in ("cached", "shared") for f in since):
+            continue
+        other = next((f for f in since if f.what == "alloc" and f.request_id != sign.request_id), None)
+        if other is None and gone.what == "free" and cluster.complete and gone.request_id >= 0:
+            continue  # a running or leaving request gave it back under the cache
+        said = f"{sign.reader} joined {sign.place} as a cached prefix in event {mine[-1].event}, which the cache had given up in "
+        said += f"event {gone.event}" + (f" and which was given to another in event {other.event}" if other else "")
+        return cluster.diagnosis(0.94, said, sign, gone.event, mine[-1].event, cause=mine[-1].event)
+    return None
+
+
+@rule("computed after it was put back", branch="allocation")
+def scheduled_after_retraction(cluster: Cluster) -> Diagnosis | None:
+    """A request that was preempted late stays in the step that was put together before: it runs on the row of slots
+    that it has given back. (V#23713)
+    """
+    for sign in cluster.head:
+        if not cluster.complete or sign.request_id < 0 or sign.forward < 0:
+            continue
+        ends = [s for s in cluster.facts.statuses.get(sign.request_id, ()) if s.event < sign.event]
+        left = next((s for s in reversed(ends) if s.status == "retracted"), None)
+        given = cluster.facts.given.get(sign.request_id, ())
+        at = sign.evidence[0] if sign.kind == "seq_len_backwards" and sign.evidence else sign.event
+        left = left if left is None or left.event < at else None
+        if left is None or not given or any(left.event < event <= at and n > 0 for event, _, n in given):
+            continue
+        said = f"{sign.reader} was put back in event {left.event} and given nothing since, and was computed in {sign.when} all "
+        said += f"the same: it uses {sign.place}, which it had given back"
+        return cluster.diagnosis(0.96, said, sign, left.event, sign.event, cause=left.event)
+    return None
+
+
+def lower_edge(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign's position is among the lowest of its sliding window: what a window's frontier frees first."""
+    window, prefix = cluster.window(sign), cluster.facts.prefixes.get((sign.event, sign.request_id), -1)
+    page = cluster.groups[cluster.group(sign)].page_size if window else 1
+    return window > 0 and (prefix < 0 or 0 <= sign.position - max(0, prefix - window) <= page)
+
+
+def _two_owners(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
+    """A slot that was written for one holder, then handed to a further one who wrote it too, and nobody gave it back."""
+    if not sign.bits or cluster.complete:
+        return None
+    history = [fact for fact in cluster.history(sign) if fact.event <= sign.event]
+    writes = [fact for fact in history if fact.what == "written"]
+    claims = [fact for fact in history if fact.what in ("alloc", "shared")]
+    if len(writes) < 2 or len(claims) < 2:
+        return None
+    claim = next(
+        (f for f in reversed(claims) if f.request_id == writes[-1].request_id and f.event < writes[-1].event), None
+    )
+    if claim is None or claim is claims[0] or not any(write.event < claim.event for write in writes):
+        return None
+    first = next(write for write in reversed(writes) if write.event < claim.event)
+    between = [f for f in history if first.event <= f.event <= claim.event and f.what in ("free", "evict")]
+    return None if between else (claim, writes[-1])
 
 
 def own_free(cluster: Cluster, sign: Sign) -> Fact | None:

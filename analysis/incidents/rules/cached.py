@@ -1,21 +1,27 @@
 """What went wrong with content that a request did not compute itself: cached, loaded, or sent by another engine."""
 
-from ..cluster import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Cluster, Diagnosis, request_query, rule, slot_query
+from ..cluster import (
+    CHAIN,
+    CONTENT,
+    KV_HASH,
+    POSITION,
+    TOKEN,
+    Cluster,
+    Diagnosis,
+    Sign,
+    request_query,
+    rule,
+    slot_query,
+)
+from ..facts import Fact
 
 _PREFILL_MODES = ("extend", "mixed", "draft_extend")
 _SOURCE_WENT_WRONG = ("transfer_source_damaged", "transfer_source_changed")
 
 
-@rule(
-    "prefix hit before it was written",
-    "A page is in the prefix cache while its forward has yet to write it. (V#38715)",
-    recurs=True,
-)
+@rule("prefix hit before it was written", branch="content")
 def hit_before_written(cluster: Cluster) -> Diagnosis | None:
-    """Score slots that were the cache's before they were first written.
-
-    A request of the same batch, or an equal one, joins them, and reads what the slots held before.
-    """
+    """A page is in the prefix cache while its forward has yet to write it. (V#38715)"""
     for sign in cluster.head:
         if sign.kind not in ("write_to_foreign_slot", "hit_never_written", "hit_differs") and not sign.bits & CONTENT:
             continue
@@ -23,15 +29,27 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
         if cluster.has_trace and (cached is None or given is None or cached.event < given.event):
             continue
         prefilling = sign.mode in _PREFILL_MODES
+        own = cluster.wrote(sign)
+        if own is not None and own[1] != sign.slot:
+            continue  # it is written, elsewhere
+        filled = ("written", "copied", "loaded", "received")
+        if (
+            given is not None
+            and cluster.filled_between(sign, given.event, sign.event, *filled)
+            and sign.kind == "write_to_foreign_slot"
+        ):
+            continue
         if prefilling and sign.kind == "write_to_foreign_slot" and cluster.joined(sign):
             said = f"{sign.reader} joined {sign.place}, which the prefix cache holds, and then computed it again in "
             said += f"{sign.when}: it was taken for cached before it was written"
             queries = (*cluster.evidence(sign), request_query(sign.request_id))
             return cluster.diagnosis(0.92, said, sign, queries=queries, cause=sign.event)
-        if cached is not None and given is not None:
-            filled = ("written", "copied", "loaded", "received")
-            if cluster.filled_between(sign, given.event, cached.event, *filled):
-                continue
+        if (
+            cached is not None
+            and given is not None
+            and cluster.filled_between(sign, given.event, cached.event, *filled)
+        ):
+            continue
         known = sign.cause in ("same_forward", "held_by_cache") and not sign.bits
         if not known and not cluster.has_trace:
             continue
@@ -44,16 +62,24 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
-@rule(
-    "a prefix hit of another prompt",
-    "A prefix node's key covers only a part of its page's tokens, so that prompts that differ behind it hit it. (V#49377)",
-    recurs=True,
-)
+@rule("a prefix hit of another prompt", branch="identity")
 def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
-    """Score a request that starts from cached slots with other tokens; the chain is whole, the other prompt's."""
+    """A prefix node's key covers only a part of its page's tokens, so that prompts that differ behind it hit it.
+    (V#49377)
+    """
+    if len(cluster.head) > 1 and all(sign.bits == TOKEN or sign.kind == "hit_differs" for sign in cluster.head):
+        first = cluster.first
+        whole = first.position % max(1, cluster.groups[0].page_size if cluster.groups else 1) == 0
+        if whole and first.stored_position in (-1, first.position) and cluster.rewrite_of(first) is not None:
+            # Only tokens differ: a page of another prompt at the very positions, with all that comes before it.
+            said = (
+                f"{first.reader} got a page of another prompt for its own in {first.when}: {first.place} holds token "
+            )
+            said += f"{first.stored_token} instead of {first.expected_token}, written by {first.writer}"
+            return cluster.diagnosis(0.92, said, first)
     wrong, hit = cluster.violation(TOKEN), cluster.finding("hit_differs")
     sign = wrong if wrong is not None else hit
-    if sign is None or cluster.violation(CHAIN | POSITION) is not None:
+    if sign is None or (cluster.violation(CHAIN | POSITION) is not None and not _as_cached(cluster, sign)):
         return None
     if cluster.finding("row_reassigned", "read_of_foreign_slot", "write_to_foreign_slot", "read_after_free"):
         return None
@@ -70,13 +96,11 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign)
 
 
-@rule(
-    "a prefix hit across adapters, salts, weights or media",
-    "The prefix cache's key leaves out what the KV depends on beside its tokens, or new weights come without a flush. (lab)",
-    recurs=True,
-)
+@rule("a prefix hit across adapters, salts, weights or media", branch="identity")
 def adapter_not_in_key(cluster: Cluster) -> Diagnosis | None:
-    """Score a request that starts from slots with its own tokens, computed under another identity."""
+    """The prefix cache's key leaves out what the KV depends on beside its tokens, or new weights come without a flush.
+    (lab)
+    """
     sign = cluster.finding("identity")
     if sign is None:
         return None
@@ -84,61 +108,122 @@ def adapter_not_in_key(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule(
-    "a fork's copy is missing",
-    "A fork gets fresh slots for the page that its parent had begun, and the parent's KV is not copied. (lab)",
-)
-def fork_copy_missing(cluster: Cluster) -> Diagnosis | None:
-    """Score a request that begins with a prefix it did not compute, in fresh slots of its own that hold nothing."""
+def _as_cached(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign's request joined the slot as cached, and nobody touched it since it was handed to the cache."""
+    cached = cluster.last(sign, "cached")
+    if cached is None or not cluster.joined(sign, cached.event):
+        return False
+    touched = ("written", "copied", "loaded", "received", "changed", "evict", "free", "alloc")
+    return not cluster.filled_between(sign, cached.event, sign.event, *touched)
+
+
+def _never_filled(cluster: Cluster) -> tuple[Sign, Fact] | None:
+    """A slot that its reader was given, whose position it counts as computed, and that nobody has filled since."""
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & CONTENT:
             continue
         given = cluster.last(sign, "alloc", "shared", "cached")
-        begin = cluster.facts.begins.get(sign.request_id)
-        if given is None or given.what != "alloc" or given.request_id != sign.request_id or begin is None:
+        if given is None or given.what != "alloc" or given.request_id != sign.request_id:
             continue
-        if begin.prefix_len <= sign.position or cluster.last(sign, "copied", "loaded", "received", "receive_failed"):
-            continue
-        admitted = cluster.facts.status_before(sign.request_id, sign.event)
-        if admitted is not None and admitted.event > begin.event:
-            continue
-        said = (
-            f"{sign.reader} began in forward {begin.forward} with {begin.prefix_len} tokens that it did not compute, "
-        )
-        said += f"and nothing had been copied to its own {sign.place}, given to it in event {given.event}"
-        return cluster.diagnosis(0.92, said, sign, given.event, begin.event, cause=given.event)
+        own, admitted = cluster.wrote(sign), cluster.facts.status_before(sign.request_id, sign.event)
+        filled = cluster.last(sign, "written", "copied", "loaded", "received", "receive_failed")
+        if (own is None or own[0] < given.event) and (filled is None or filled.event < given.event):
+            begin = cluster.facts.begins.get(sign.request_id)
+            if admitted is None or begin is None or admitted.status != "retracted":
+                return sign, given
     return None
 
 
-@rule(
-    "a failed load was taken for done",
-    "A load-back or transfer fails and is counted as loaded. (dynamo#15079)",
-    recurs=True,
-)
+@rule("a fork's copy is missing", branch="content")
+def fork_copy_missing(cluster: Cluster) -> Diagnosis | None:
+    """A fork gets fresh slots for the page that its parent had begun, and the parent's KV is not copied. (lab)"""
+    found = _never_filled(cluster)
+    if found is None or not cluster.can_fork or cluster.facts.retracted_before(found[0].request_id, found[0].event):
+        return None
+    (sign, given), begin = found, cluster.facts.begins.get(found[0].request_id)
+    if begin is None or begin.prefix_len <= sign.position:
+        return None
+    said = f"{sign.reader} began in forward {begin.forward} with {begin.prefix_len} tokens that it did not compute, and nothing "
+    said += f"had been copied to its own {sign.place}, given to it in event {given.event}"
+    return cluster.diagnosis(0.92, said, sign, given.event, begin.event, cause=given.event)
+
+
+@rule("a prefix that nobody computed", branch="content")
+def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
+    """A count of computed tokens outlives the slots that they were in: a request goes on behind a prefix whose
+    slots are fresh. (tt-inference-server#4557)
+    """
+    found = _never_filled(cluster)
+    if found is None or cluster.rewrite_of(found[0]) is not None:
+        return None
+    sign, given = found
+    resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
+    if not resumed and cluster.can_fork:
+        return None
+    back = " was put back, came again and" if resumed else ""
+    said = f"{sign.reader}{back} counts position {sign.position} as computed in {sign.when}; its slot was given to it in event "
+    said += f"{given.event} and nobody has written it since: {sign.place}"
+    return cluster.diagnosis(0.93, said, sign, given.event, sign.event, cause=given.event)
+
+
+@rule("a failed load was taken for done", branch="transfer")
 def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
-    """Score slots that a failed transfer, or a load from the host tier, should have filled; they hold what was there."""
+    """A load-back or transfer fails and is counted as loaded. (dynamo#15079)"""
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue
-        given, failed = cluster.last(sign, "alloc"), cluster.last(sign, "receive_failed")
-        load = failed or cluster.last(sign, "loaded")
-        if load is None or (given is not None and given.event > load.event):
+        load = cluster.last(sign, "receive_failed") or cluster.filled(sign)
+        given = cluster.last(sign, "alloc")
+        # The allocation of what is loaded may be recorded behind the load itself.
+        fresh = (
+            given is not None and load is not None and given.event > load.event and sign.request_id != given.request_id
+        )
+        if load is None or load.what not in ("loaded", "receive_failed") or fresh or load.together > 1:
             continue
         since = [f for f in cluster.history(sign) if f.event > load.event and f.what in ("changed", "written")]
         if since and "written" in (since[0].what, since[-1].what):
             continue
         # What was never loaded is seen as a change of the whole page; a flipped byte is one slot's.
         whole = not since or since[0].together > 1 or max(1, cluster.groups[0].page_size) == 1
-        why = "whose transfer failed" if failed is not None else "and it holds something else"
+        why = "whose transfer failed" if load.what == "receive_failed" else "and it holds something else"
         said = f"{sign.reader} read {sign.place} in {sign.when} as loaded in event {load.event}, {why}"
-        score = 0.94 if failed is not None else 0.91 if whole else 0.55
+        score = 0.94 if load.what == "receive_failed" else 0.91 if whole else 0.55
         return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
     return None
 
 
-@rule("freed during a transfer", "An abort frees pages whose transfer is not over. (S#24527, S#35049)")
+@rule("a host slot was overwritten before its load-back", branch="transfer")
+def host_copy_overwritten(cluster: Cluster) -> Diagnosis | None:
+    """Two device pages are stored to one host page; the second overwrites the first before that is loaded.
+    (TRT#9056)
+    """
+    for sign in cluster.head:
+        load = cluster.filled(sign)
+        if load is not None and load.what == "loaded" and load.together > 1:
+            said = f"{sign.reader} read {sign.place} in {sign.when}, loaded in event {load.event} from host slot {load.via}, which had "
+            said += f"been stored {load.together} times by then: it holds what was stored there last"
+            return cluster.diagnosis(0.95, said, sign, load.event, sign.event, cause=load.event)
+    return None
+
+
+@rule("a copy did not bring its source", branch="transfer")
+def copy_failed(cluster: Cluster) -> Diagnosis | None:
+    """A copy inside the pool is recorded, and its destination holds other bytes than its source: it was left out,
+    ran late, or went elsewhere. (transformers#44379)
+    """
+    sign = cluster.only_kv_hash()
+    copy = cluster.filled(sign) if sign is not None else None
+    if sign is None or copy is None or copy.what != "copied":
+        return None
+    said = f"{sign.reader} read {sign.place} in {sign.when}, copied from slot {copy.via} in event {copy.event}, and it does not hold "
+    said += "the bytes of that slot"
+    queries = (*cluster.evidence(sign, copy.event), slot_query(cluster.group(sign), copy.via))
+    return cluster.diagnosis(0.93, said, sign, queries=queries, cause=copy.event)
+
+
+@rule("freed during a transfer", branch="transfer")
 def abort_frees_during_transfer(cluster: Cluster) -> Diagnosis | None:
-    """Score slots that leave during their transfer; the late write lands on their new owner."""
+    """An abort frees pages whose transfer is not over. (S#24527, S#35049)"""
     sign = cluster.finding("freed_during_transfer")
     if sign is None:
         return None
@@ -147,12 +232,9 @@ def abort_frees_during_transfer(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.96, said, sign, *sign.evidence, cause=sign.evidence[0] if sign.evidence else sign.event)
 
 
-@rule(
-    "a transfer landed wrong",
-    "A descriptor's stride is wrong, so that part of a transfer overwrites the neighbours. (V#54272)",
-)
+@rule("a transfer landed wrong", branch="transfer")
 def transfer_wrong_stride(cluster: Cluster) -> Diagnosis | None:
-    """Score a transfer that ends well and arrived differently, or neighbours that took its bytes without a write."""
+    """A descriptor's stride is wrong, so that part of a transfer overwrites the neighbours. (V#54272)"""
     sign = cluster.finding("transfer_differs")
     if sign is not None:
         score = 0.4 if cluster.finding(*_SOURCE_WENT_WRONG) is not None else 0.92

@@ -1,6 +1,7 @@
 """What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
 from ..cluster import (
+    POSITION,
     WRITE_POSITION,
     WRITE_TOKEN,
     Cluster,
@@ -13,9 +14,9 @@ from ..cluster import (
 )
 
 
-@rule("a request's length went back", "A decode is built from a stale sequence length. (lab)")
+@rule("a request's length went back", branch="input", aftermath=True)
 def seq_len_backwards(cluster: Cluster) -> Diagnosis | None:
-    """Score a length that went back: a token is computed twice, and the slot behind it is left out."""
+    """A decode is built from a stale sequence length. (lab)"""
     sign = cluster.finding("seq_len_backwards")
     if sign is None:
         return None
@@ -24,16 +25,44 @@ def seq_len_backwards(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.96, said, sign, queries=queries, cause=sign.event)
 
 
-@rule("positions off by one", "The draft's positions are built one too high. (S#25015)", recurs=True)
+@rule("positions are not the tokens' own", branch="input")
+def position_off(cluster: Cluster) -> Diagnosis | None:
+    """A request's tokens are given positions that are not theirs: a shift applied twice, a count that falls behind,
+    a position of another row. (llama.cpp#3825)
+    """
+    for sign in cluster.head:
+        mine = [other for other in cluster.head if other.request_id == sign.request_id]
+        # An engine whose decodes are told by their positions: what attention read and where the token went say otherwise.
+        told = {other.kind for other in mine} >= {"attention_lens", "table_entry_differs"}
+        fed = sign.bits & WRITE_POSITION and sign.runner == 0 and _in_plan(cluster, sign)
+        if not told and not fed:
+            continue
+        off = sorted({s.stored_position - s.position for s in mine if s.bits & WRITE_POSITION})
+        by = f", off by {', '.join(f'{n:+d}' for n in off[:3])}" if off and not told else ""
+        said = f"{sign.reader} was fed a position that is not its token's in {sign.when}: {sign.place}{by}"
+        if told:
+            said += "; attention's length and the slot that was written are those of another position"
+        asked = f"select forward, request_id, table_position, position, token from tokens where event = {sign.event} limit 50"
+        return cluster.diagnosis(0.97 if told else 0.93, said, sign, queries=(asked,), cause=sign.event)
+    return None
+
+
+def _in_plan(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a forward has a token for the position that a sign says was expected, and so was fed another."""
+    here = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
+    return here is not None and here[0] == sign.event
+
+
+@rule("positions off by one", branch="input")
 def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
-    """Score positions that are not the block table's, by the same distance each time."""
+    """The draft's positions are built one too high. (S#25015)"""
     sign = cluster.violation(WRITE_POSITION)
     if sign is None:
         return None
     off = {s.stored_position - s.position for s in cluster.head if s.bits & WRITE_POSITION}
     distance = sign.stored_position - sign.position
     content = any(s.kind or s.bits & ~WRITE_POSITION for s in cluster.head)
-    if len(off) != 1 or abs(distance) != 1 or content:
+    if len(off) != 1 or content or (sign.runner == 0 and cluster.has_trace):
         return None
     model = "draft" if sign.runner > 0 else "model"
     said = f"the {model} was fed position {sign.stored_position} for position {sign.position} of {sign.reader} in "
@@ -45,16 +74,9 @@ def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95 if sign.runner > 0 else 0.75, said, sign, queries=(asked,), cause=sign.event)
 
 
-@rule(
-    "a chunk's tail got the predicted token",
-    "With speculative decoding the last draft input of a prompt's chunk is the target's prediction. (S#26800)",
-    recurs=True,
-)
+@rule("a chunk's tail got the predicted token", branch="input")
 def chunk_tail_predicted_token(cluster: Cluster) -> Diagnosis | None:
-    """Score a draft that is fed what the scheduler does not have.
-
-    The draft reads one token ahead; at a chunk's end the next token is the prompt's, not what the target predicts.
-    """
+    """With speculative decoding the last draft input of a prompt's chunk is the target's prediction. (S#26800)"""
     sign = cluster.finding("input_not_truth")
     if sign is None or sign.runner == 0:
         return None
@@ -65,16 +87,15 @@ def chunk_tail_predicted_token(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, queries=(request_query(sign.request_id), chunks), cause=sign.event)
 
 
-@rule(
-    "a resumed request got a stale token",
-    "With asynchronous preemption a resumed request is fed ids from before. (V#26385)",
-)
+@rule("a resumed request got a stale token", branch="input")
 def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
-    """Score a request that was put back and taken up again, and is not fed the token sampled for it last."""
+    """With asynchronous preemption a resumed request is fed ids from before. (V#26385)"""
     sign = cluster.finding("input_not_truth", "input_not_sampled")
     if sign is None or sign.runner != 0 or cluster.finding("seq_len_backwards") is not None:
         return None
+    prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), sign.position)
     resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
+    resumed |= prefix < sign.position and sign.kind == "input_not_sampled"  # what was sampled is computed anew
     alone = len({s.request_id for s in cluster.head if s.kind in ("input_not_truth", "input_not_sampled")}) == 1
     which = ", which had been put back and resumed," if resumed else ""
     said = f"{sign.reader}{which} was fed a stale token in {sign.when}: {sign.place}, it {sign.detail}"
@@ -83,13 +104,11 @@ def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, queries=queries, cause=sign.event)
 
 
-@rule(
-    "the ring of future tokens was overrun",
-    "Overlap scheduling keeps sampled tokens in a ring on the device; overrun, it feeds a request another's. (S#13713)",
-    recurs=True,
-)
+@rule("the ring of future tokens was overrun", branch="input")
 def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
-    """Score inputs that were not sampled for their request, in decodes, for several requests, again and again."""
+    """Overlap scheduling keeps sampled tokens in a ring on the device; overrun, it feeds a request another's.
+    (S#13713)
+    """
     sign = cluster.finding("input_not_sampled")
     if sign is None or sign.runner != 0:
         return None
@@ -104,11 +123,9 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, queries=(samples_query(sign, 3),))
 
 
-@rule(
-    "sampled tokens mixed up", "A sampled token is handed to another request, and the scheduler believes it. (canary)"
-)
+@rule("sampled tokens mixed up", branch="input")
 def next_token_swap(cluster: Cluster) -> Diagnosis | None:
-    """Score an oracle that alone contradicts what was fed, or requests that were fed one another's sampled token."""
+    """A sampled token is handed to another request, and the scheduler believes it. (canary)"""
     swapped = _swapped(cluster)
     if swapped is not None:
         return swapped
@@ -147,27 +164,39 @@ def _swapped(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
-@rule(
-    "sliding window read wrongly",
-    "A forward reads fewer or more positions of its prefix than the sliding window has. (lab)",
-    recurs=True,
-)
+@rule("sliding window read wrongly", branch="read")
 def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
-    """Score a read of other positions than the window's; table and slots stay whole."""
+    """A forward reads fewer or more positions of its prefix than the sliding window has. (lab)"""
     sign = cluster.finding("wrong_window")
     if sign is None:
-        return None
+        return _shifted(cluster)
     said = f"in {sign.when} {sign.reader} {sign.detail}"
     return cluster.diagnosis(0.95, said, sign, queries=(events_query(sign.evidence),), cause=sign.event)
 
 
-@rule(
-    "attention's own table differs",
-    "The attention backend's copy of the block table is overwritten in flight. (TensorRT-LLM#15546)",
-    recurs=True,
-)
+def _shifted(cluster: Cluster) -> Diagnosis | None:
+    """Positions of a window, all of which hold the request's own tokens from the same distance away."""
+    first = cluster.first
+    wrong = [
+        s for s in cluster.head if s.bits & POSITION and s.request_id == first.request_id and s.group == first.group
+    ]
+    off = {(s.stored_position - s.position, s.writer_request_id == s.request_id) for s in wrong}
+    if (
+        len(wrong) < 2
+        or len(off) != 1
+        or (distance := next(iter(off))) == (0, True)
+        or not distance[1]
+        or not cluster.window(first)
+    ):
+        return None
+    said = f"in {first.when} {first.reader} reads its sliding window {distance[0]:+d} positions off: {first.place} holds its own "
+    said += f"position {first.stored_position}, and so on for {len(wrong)} positions"
+    return cluster.diagnosis(0.94, said, first, cause=first.event)
+
+
+@rule("attention's own table differs", branch="read")
 def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
-    """Score slots that attention alone got; table and records stay whole."""
+    """The attention backend's copy of the block table is overwritten in flight. (TensorRT-LLM#15546)"""
     sign = cluster.finding("attention_slots")
     if sign is None:
         return None
@@ -178,14 +207,11 @@ def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, queries=(asked, events_query(sign.evidence)), cause=sign.event)
 
 
-@rule(
-    "attention's length is wrong",
-    "The sequence length that attention gets is not the request's: its cached prefix is left out, or it is stale or one "
-    "off. (V#46460)",
-    recurs=True,
-)
+@rule("attention's length is wrong", branch="read")
 def attention_seq_len_wrong(cluster: Cluster) -> Diagnosis | None:
-    """Score a length of the attention metadata that is built apart from the batch. K and V stay whole; some are not read."""
+    """The sequence length that attention gets is not the request's: its cached prefix is left out, or it is stale
+    or one off. (V#46460)
+    """
     sign = cluster.finding("attention_lens")
     if sign is None:
         return None

@@ -3,19 +3,21 @@
 from ..cluster import Cluster, Diagnosis, rule, slot_query
 
 
-@rule("a KV write was lost", "A token is written and its slot's bytes are still another token's, written before. (lab)")
+@rule("a KV write was lost", branch="write")
 def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
-    """Score a lost write: the bytes are still, byte for byte, those of the token before."""
+    """A token is written and its slot's bytes are still another token's, written before. (lab)"""
     sign = cluster.finding("write_lost")
     if sign is None:
         return None
     said = f"the KV write of {sign.reader} to {sign.place} in {sign.when} was lost: it {sign.detail}"
-    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+    # Two requests that were given one slot write it in turn; the first one's write is not what is wrong.
+    taken = cluster.finding("write_to_foreign_slot", "slot_written_twice", "slot_double_allocated", "slot_freed_twice")
+    return cluster.diagnosis(0.95 if taken is None else 0.4, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule("a KV write was damaged", "What a forward leaves in a slot is not what the model handed to the cache. (lab)")
+@rule("a KV write was damaged", branch="write")
 def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
-    """Score bytes that were damaged within the forward that wrote them."""
+    """What a forward leaves in a slot is not what the model handed to the cache. (lab)"""
     sign = cluster.finding("write_damaged")
     if sign is None:
         return None
@@ -23,15 +25,10 @@ def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule(
-    "KV bytes changed without a write",
-    "A byte of a slot changes between its write and its read. The record is right, the KV hash alone is not, and "
-    "no write of the trace holds these bytes. (canary: kv_used, kv_unused_cache, kv_post_forward)",
-)
+@rule("KV bytes changed without a write", branch="write")
 def kv_changed(cluster: Cluster) -> Diagnosis | None:
-    """Score a flipped bit, or somebody who writes where it should not: one slot at a time, and no write has those bytes.
-
-    The canary's own three perturbations end here: what was flipped when, nobody can know from outside.
+    """A byte of a slot changes between its write and its read. The record is right, the KV hash alone is not, and
+    no write of the trace holds these bytes. (canary: kv_used, kv_unused_cache, kv_post_forward)
     """
     damaged = cluster.finding("transfer_source_damaged", "transfer_source_changed")
     if damaged is not None and all(s.kind == damaged.kind or s.kind.startswith("transfer_") for s in cluster.head):
@@ -60,16 +57,10 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, cause=cause, follows=follows)
 
 
-@rule(
-    "pool groups share memory",
-    "Two groups' buffers overlap, so that a write in one changes the other's bytes: the change has a twin, the "
-    "same bytes written in the other group. (V#41657)",
-    recurs=True,
-)
+@rule("pool groups share memory", branch="write")
 def groups_alias(cluster: Cluster) -> Diagnosis | None:
-    """Score wrong KV bytes that are those of a token which another group's slot was given at that time.
-
-    It comes back with every write there.
+    """Two groups' buffers overlap, so that a write in one changes the other's bytes: the change has a twin, the
+    same bytes written in the other group. (V#41657)
     """
     sign = cluster.only_kv_hash()
     if sign is None or (cluster.has_trace and len(cluster.groups) < 2):

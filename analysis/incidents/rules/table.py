@@ -1,18 +1,18 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
+from .allocation import lower_edge, own_free
 
 
-@rule(
-    "stale table entry",
-    "A block-table entry of a running request points to another slot, which was not given to it. (canary)",
-)
+@rule("stale table entry", branch="table")
 def req_to_token(cluster: Cluster) -> Diagnosis | None:
-    """Score foreign content at one position.
-
-    An entry inside what the request has computed is overwritten without an allocation. What the slot holds is whole and
-    somebody else's: token, position and chain differ at one place, and the chain once more behind it.
-    """
+    """A block-table entry of a running request points to another slot, which was not given to it. (canary)"""
+    for other in cluster.head:
+        strange = other.kind in _FOREIGN and other.cause not in ("same_forward", "given_out_anew")
+        if strange and cluster.enough(other) and not cluster.was_given(other) and cluster.rewrite_of(other) is None:
+            said = f"the table row of {other.reader} names {other.place} in {other.when}, which it was never given, though it "
+            said += f"had been given slots enough: it {other.detail}"
+            return cluster.diagnosis(0.9, said, other, *other.evidence, cause=other.event)
     sign = cluster.violation(CONTENT)
     if sign is None or sign.request_id < 0 or sign.position < 0:
         return None
@@ -29,20 +29,14 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     fresh = given is not None and given.request_id == sign.request_id
     if given is not None and fresh:
         fresh = not cluster.filled_between(sign, given.event, change.event, "written")
-    score = 0.93 - (0.25 if change.count > 1 else 0) - (0.3 if fresh else 0)
+    score = 0.93 - (0.05 if change.count > 1 else 0) - (0.4 if fresh else 0)
     said += f"; the entry was overwritten before event {change.event}"
     return cluster.diagnosis(score, said, sign, change.event, cause=change.event)
 
 
-@rule(
-    "a resumed request's tail was overwritten",
-    "A resumed request is given slots as if it had none; the tail of its row is replaced. (S#22862)",
-)
+@rule("a resumed request's tail was overwritten", branch="table")
 def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
-    """Score wrong content in a row that was rewritten with the request's own fresh slots.
-
-    They hold nothing of its own, and the slots that stood there are never given back.
-    """
+    """A resumed request is given slots as if it had none; the tail of its row is replaced. (S#22862)"""
     sign = cluster.finding("hit_never_written", "read_of_foreign_slot") or cluster.violation(CONTENT)
     if sign is None or sign.request_id < 0 or sign.position < 0:
         return None
@@ -64,12 +58,9 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.96 if leaked else 0.92, said, sign, given.event, change.event, cause=change.event)
 
 
-@rule(
-    "row reassigned in flight",
-    "A row is freed and given out again while a launched forward still reads it. (S#17850, S#18803)",
-)
+@rule("row reassigned in flight", branch="table")
 def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
-    """Score a forward that uses a row which has moved on: it reads and writes another's slots, for one forward."""
+    """A row is freed and given out again while a launched forward still reads it. (S#17850, S#18803)"""
     sign = cluster.finding("row_reassigned")
     if sign is not None:
         said = f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}"
@@ -85,19 +76,16 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
+_FOREIGN = ("write_to_foreign_slot", "read_of_foreign_slot", "read_after_free", "hit_differs")
 _THROUGH_A_STALE_ENTRY = (
     *("write_to_foreign_slot", "read_of_foreign_slot", "read_after_free", "foreign_slot_freed", "slot_freed_twice"),
     *("slot_double_allocated", "slot_leaked", "hit_never_written"),
 )
 
 
-@rule(
-    "stale full-to-SWA entry",
-    "A page keeps its full-to-SWA entry over its recycling, so that two pages lead to one half. (S#27586, S#25805)",
-    recurs=True,
-)
+@rule("stale full-to-SWA entry", branch="table")
 def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
-    """Score the shared entry itself, or foreign slots of the sliding-window group alone: the full group is whole."""
+    """A page keeps its full-to-SWA entry over its recycling, so that two pages lead to one half. (S#27586, S#25805)"""
     changes = "select * from lut_changes order by event limit 100"
     shared = next((s for s in cluster.signs if s.cause == "swa_slot_shared"), None)
     if shared is not None and shared.event == cluster.first.event:
@@ -119,26 +107,32 @@ def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, queries=(*cluster.evidence(sign), changes))
 
 
-@rule(
-    "sliding-window slot given back too early",
-    "The window's lower end is computed one token too high, and its page freed too early. (lab)",
-    recurs=True,
-    aftermath=True,
-)
+@rule("sliding-window slot given back too early", branch="allocation", aftermath=True)
 def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
-    """Score a position at the window's edge whose full-to-SWA entry is 0 already, whenever a page boundary passes."""
-    sign = next((s for s in cluster.head if s.cause == "swa_slot_missing"), None)
-    if sign is None:
-        return None
-    said = f"{sign.reader} needed {sign.place} in {sign.when}, inside the sliding window, and its sliding-window slot was gone"
-    queries = (slot_query(sign.group, sign.slot), events_query([sign.event]), request_query(sign.request_id))
-    score = 0.95 if _at_the_edge(cluster, sign) else 0.5
-    return cluster.diagnosis(score, said, sign, queries=queries, cause=sign.event)
+    """The window's lower end is computed too high, and a page that is still read freed. (V#47728, S#29860)"""
+    missing = next((s for s in cluster.head if s.cause == "swa_slot_missing"), None)
+    if missing is not None:
+        said = f"{missing.reader} needed {missing.place} in {missing.when}, inside the sliding window, and its sliding-window "
+        queries = (slot_query(missing.group, missing.slot), events_query([missing.event]))
+        score = 0.95 if _at_the_edge(cluster, missing) else 0.5
+        return cluster.diagnosis(score, f"{said}slot was gone", missing, queries=queries, cause=missing.event)
+    for sign in cluster.head:
+        freed = own_free(cluster, sign) if cluster.window(sign) else None
+        placeholder = cluster.window(sign) > 0 and sign.bits & CONTENT and sign.writer_event < 0 and sign.slot >= 0
+        placeholder = placeholder and not cluster.was_given(sign) and bool(cluster.facts.given.get(sign.request_id))
+        if (freed is None and not placeholder) or not lower_edge(cluster, sign):
+            continue
+        gone = f"was given back in event {freed.event}" if freed is not None else "is gone"
+        said = f"{sign.reader} reads position {sign.position} in {sign.when}, inside its window of {cluster.window(sign)}, and its "
+        said += f"slot {gone}: {sign.place}"
+        events = [sign.event, *([freed.event] if freed is not None else [])]
+        return cluster.diagnosis(0.92, said, sign, *events, cause=events[-1])
+    return None
 
 
 def _at_the_edge(cluster: Cluster, sign: Sign) -> bool:
-    """Whether the one position that is missing is the lowest of the window."""
+    """Whether what is missing begins with the lowest position of the window."""
     prefix = cluster.facts.prefixes.get((sign.event, sign.request_id))
     if prefix is None or not 0 <= sign.group < len(cluster.groups):
         return not cluster.has_trace and sign.count == 1
-    return sign.count == 1 and abs(sign.position - (prefix - cluster.groups[sign.group].window)) <= 1
+    return 0 <= sign.position - max(0, prefix - cluster.groups[sign.group].window) <= 1

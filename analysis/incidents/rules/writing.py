@@ -1,20 +1,15 @@
 """What went wrong with where tokens were written, and with padding."""
 
-from ..cluster import KV_HASH, Cluster, Diagnosis, Sign, events_query, rule
+from ..cluster import CONTENT, KV_HASH, Cluster, Diagnosis, Sign, events_query, rule
 from .allocation import own_free
 
 
-@rule(
-    "tokens written to the wrong slots",
-    "The slots that a forward writes are not those that its rows name. (lab)",
-    recurs=True,
-)
+@rule("tokens written to the wrong slots", branch="write")
 def slot_mapping(cluster: Cluster) -> Diagnosis | None:
-    """Score a token in a slot that is not its row's, or two tokens in one.
-
-    What says where a forward's tokens go (out_cache_loc, a slot mapping) is worked out beside the block table, and is
-    off: by one, of the step before, or one slot for two tokens. Attention reads the slot that the row names.
-    """
+    """The slots that a forward writes are not those that its rows name. (lab)"""
+    beside = _beside(cluster)
+    if beside is not None:
+        return beside
     sign = cluster.finding("table_entry_differs", "slot_written_twice", "padding_slot_read")
     if sign is None or cluster.finding("slot_double_allocated", anywhere=True) is not None:
         return None
@@ -23,14 +18,49 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.6 if reads else 0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
-@rule(
-    "committed beyond its allocation",
-    "A request counts slots as its own that no allocation gave it, and writes into the next page's owner. (S#28754)",
-)
-def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
-    """Score slots that do not exist, or a write into a page that was never the writer's.
+def _beside(cluster: Cluster) -> Diagnosis | None:
+    """A token that attention looks for where its row says, or that its request reads there later, and that went elsewhere."""
+    for sign in cluster.head:
+        if sign.kind == "attention_slots":
+            prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
+            if sign.position >= prefix and cluster.was_given(sign):
+                said = f"in {sign.when} {sign.reader} wrote its token for position {sign.position} elsewhere than its row says: "
+                return cluster.diagnosis(0.97, said + sign.detail, sign, *sign.evidence, cause=sign.event)
+        elif sign.bits & CONTENT or sign.kind in ("hit_never_written", "hit_differs"):
+            own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
+            moved = change is not None and own is not None and change.event > own[0]
+            if own is None or own[1] == sign.slot or moved or not cluster.was_given(sign) or cluster.is_sliding(sign):
+                continue
+            given = cluster.last(sign, "alloc", "shared")
+            if given is not None and given.event <= own[0]:
+                said = f"{sign.reader} looks for position {sign.position} in {sign.place} in {sign.when}, which its row names; it had "
+                said += f"written it to slot {own[1]} in event {own[0]}"
+                return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
+    return None
 
-    Its holder has had it all along; no free and no allocation comes in between.
+
+@rule("a token written into a shared page", branch="write")
+def shared_page_written(cluster: Cluster) -> Diagnosis | None:
+    """A token is computed into a page that others read: the last one of a prompt that is cached whole, or one that
+    a draft model maps to the page. (V#9972, V#42971)
+    """
+    for sign in cluster.head:
+        joined = cluster.last(sign, "shared", "cached")
+        if sign.kind != "write_to_foreign_slot" or joined is None or joined.request_id != sign.request_id:
+            continue
+        filled = cluster.last(sign, "written", "copied", "loaded", "received", before=sign.event)
+        given = cluster.last(sign, "alloc")
+        if filled is None or (given is not None and filled.event < given.event):
+            continue
+        said = f"{sign.reader} wrote {sign.place} in {sign.when}, which the prefix cache holds since event {joined.event} or before: it "
+        return cluster.diagnosis(0.95, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
+    return None
+
+
+@rule("committed beyond its allocation", branch="allocation")
+def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
+    """A request counts slots as its own that no allocation gave it, and writes into the next page's owner.
+    (S#28754)
     """
     outside = cluster.finding("slot_out_of_pool")
     if outside is not None:
@@ -41,7 +71,9 @@ def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
         if sign.kind != "write_to_foreign_slot" or sign.request_id < 0:
             continue
         given = cluster.last(sign, "alloc", "shared", "cached")
-        if cluster.has_trace and (given is None or given.request_id == sign.request_id):
+        if cluster.has_trace and (
+            (given is None and not cluster.complete) or cluster.was_given(sign) or cluster.enough(sign)
+        ):
             continue
         if own_free(cluster, sign) is not None or (given is not None and _has_a_share(cluster, sign, given.event)):
             continue
@@ -61,13 +93,9 @@ def _has_a_share(cluster: Cluster, sign: Sign, since: int) -> bool:
     return cluster.joined(sign, since) or len(full_slots) > 1
 
 
-@rule(
-    "padding wrapped to the last slot",
-    "The padding slot -1 is taken as an index from the end, so that padding overwrites the last slot. (V#43810)",
-    recurs=True,
-)
+@rule("padding wrapped to the last slot", branch="write")
 def pad_slot_wraps(cluster: Cluster) -> Diagnosis | None:
-    """Score KV bytes of the last slot that change without a write, in forwards whose padding should have gone nowhere."""
+    """The padding slot -1 is taken as an index from the end, so that padding overwrites the last slot. (V#43810)"""
     sign = cluster.violation(KV_HASH)
     if sign is None or not 0 <= cluster.group(sign) < len(cluster.groups):
         return None
@@ -81,13 +109,9 @@ def pad_slot_wraps(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95 if padded else 0.6, said, sign, *padded[-3:])
 
 
-@rule(
-    "padding wrote a live slot",
-    "Rows that pad a batch keep the slots that they had a step before. (lmdeploy#4569)",
-    recurs=True,
-)
+@rule("padding wrote a live slot", branch="write")
 def pad_rows_keep_last_blocks(cluster: Cluster) -> Diagnosis | None:
-    """Score padding that is written to slots which somebody holds or reads."""
+    """Rows that pad a batch keep the slots that they had a step before. (lmdeploy#4569)"""
     sign = cluster.finding("padded_write")
     if sign is not None:
         said = f"padding of {sign.when} wrote {sign.place}: it {sign.detail}"

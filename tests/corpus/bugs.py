@@ -1,0 +1,81 @@
+"""What a bug of the corpus is, and how its patch says when the engine reads the damage."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Called by a patch right before the first forward that reads the damage; says it once.
+Fired = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bug:
+    """A public bug, made anew by `patch`, which gets `fired`.
+
+    `tracker` is its number there, `origin` the engine that had it, `engine` and `setup` what it is run on here; `kinds`
+    are the kinds that are right, the exact one first; `recorded` says whether the adapter records what the bug touches.
+    """
+
+    name: str
+    tracker: str
+    origin: str
+    engine: str
+    setup: str
+    kinds: tuple[str, ...]
+    recorded: bool
+    mechanism: str
+    patch: Callable[[Fired], None]
+
+    @property
+    def trace(self) -> str:
+        """The name of its trace in data/corpus."""
+        return f"{self.engine}-{self.name}"
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(
+    tracker: str, setup: str, *kinds: str, origin: str = "", recorded: bool = True
+) -> Callable[[Callable[[Fired], None]], Bug]:
+    """Make a bug of a function that patches the engine; its docstring is the mechanism."""
+
+    def make(patch: Callable[[Fired], None]) -> Bug:
+        engine = patch.__module__.removesuffix("_bugs")
+        made = Bug(
+            name=patch.__name__,
+            tracker=tracker,
+            origin=origin or engine,
+            engine=engine,
+            setup=setup,
+            kinds=kinds,
+            recorded=recorded,
+            mechanism=" ".join((patch.__doc__ or "").split()),
+            patch=patch,
+        )
+        BUGS[made.trace] = made
+        return made
+
+    return make
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Put a function in the place of `owner.name`; it gets what stood there before its other arguments."""
+
+    def put(function: Callable[..., Any]) -> None:
+        before = getattr(owner, name)
+
+        @functools.wraps(before)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            return function(before, *args, **kwargs)
+
+        setattr(owner, name, instead)
+
+    return put
+
+
+def link(tracker: str) -> str:
+    """Return the address of a tracker's thread, `owner/repository#number`."""
+    repository, _, number = tracker.partition("#")
+    return f"https://github.com/{repository}/issues/{number}"

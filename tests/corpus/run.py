@@ -1,0 +1,250 @@
+"""Records public bugs on the engines that they are made anew on, replays what is saved, and writes what came of it.
+
+    python tests/corpus/run.py                          # everything: engines, replays, docs/results/real-bugs.md
+    python tests/corpus/run.py --only short_hash        # engines only for bugs whose name contains this
+    python tests/corpus/run.py --replay                 # no engine: the traces in data/corpus, and the page
+
+Each bug is a patch of the running engine (vllm_bugs.py, sglang_bugs.py, transformers_bugs.py) that leaves a mark before
+the first forward that reads the damage; the replay does not look at marks. Each setup runs without a bug, too.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+import sglang_bugs  # noqa: E402, F401
+import transformers_bugs  # noqa: E402, F401
+import vllm_bugs  # noqa: E402, F401
+from bugs import BUGS, Bug, link  # noqa: E402
+
+DATA = ROOT / "data" / "corpus"
+ANSWERS = DATA / "answers.json"  # by trace: whether the bug changed what was answered
+PAGE = ROOT / "docs" / "results" / "real-bugs.md"
+PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv"}
+AT_ONCE = 5  # runs a process, which imports the engine once
+CERTAIN = 0.7  # no wrong kind may be said with this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a replay made of a saved trace: `reads` is the first forward that reads the damage, -1 if none does."""
+
+    bug: Bug
+    reads: int
+    found: int
+    seen_by: str
+    kind: str
+    branch: str
+    score: float
+    incidents: int
+    sentence: str
+
+    @property
+    def effective(self) -> bool:
+        """Whether the bug did what it does in this run, in what the adapter records."""
+        return self.reads >= 0 and self.bug.recorded
+
+    @property
+    def right(self) -> bool:
+        """Whether the first incident's kind is the bug's."""
+        return self.kind in self.bug.kinds
+
+
+def look(trace: Path) -> tuple[int, Any, list[dict[str, Any]]]:
+    """Replay a trace; return the first forward that reads the damage, the summary, and the incidents."""
+    from kvcanary.analysis.incidents.finding import find_incidents
+    from kvcanary.replayer.run.replay import ReplaySettings, replay
+
+    with tempfile.TemporaryDirectory() as folder:
+        summary = replay(trace, settings=ReplaySettings(), report=Path(folder))
+        rows = find_incidents(Path(folder), [trace]).rows if summary.violations or summary.findings else []
+    marks = [mark["labels"]["forward"] for mark in summary.marks if set(mark["labels"]) == {"forward"}]
+    return (marks[0] if marks else -1), summary, rows
+
+
+def outcome(bug: Bug) -> Outcome:
+    """Replay a bug's saved trace."""
+    reads, _, rows = look(DATA / f"{bug.trace}.arrow")
+    first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
+    return Outcome(
+        bug=bug,
+        reads=reads,
+        found=int(first["first_forward"]),
+        seen_by=first["seen_by"][0],
+        kind=first["kind"],
+        branch=first["branch"],
+        score=float(first["score"]),
+        incidents=len(rows),
+        sentence=first["sentence"],
+    )
+
+
+def record(bugs: list[Bug]) -> None:
+    """Run the engines with and without each bug; keep the traces, and whether the answers differ."""
+    answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
+    for engine, folder in PYTHON.items():
+        mine = [bug for bug in bugs if bug.engine == engine]
+        names = [bug.trace for bug in mine] + [f"clean:{setup}" for setup in sorted({bug.setup for bug in mine})]
+        with tempfile.TemporaryDirectory() as place:
+            for first in range(0, len(names), AT_ONCE):
+                command = [str(ROOT / folder / "bin" / "python"), str(HERE / f"{engine}_engine.py"), place]
+                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
+                subprocess.run([*command, *names[first : first + AT_ONCE]], check=True, env=environment, cwd=ROOT)
+            for name in names:
+                keep(Path(place) / name.replace(":", "-"), name if ":" not in name else f"{engine}-{name}")
+            for bug in mine:
+                said, right = (Path(place) / n / "tokens.json" for n in (bug.trace, f"clean-{bug.setup}"))
+                answers[bug.trace] = not said.exists() or said.read_text() != right.read_text()
+    ANSWERS.write_text(json.dumps(dict(sorted(answers.items())), indent=1) + "\n")
+
+
+def keep(run: Path, name: str) -> None:
+    """Keep a run's trace: the first, which is the only one of these engines."""
+    traces = sorted((run / "traces").glob("*.arrow"))
+    if not traces:
+        raise SystemExit(f"{name}: no trace; {(run / 'log').read_text()[-2000:]}")
+    target = DATA / f"{name.replace(':', '-')}.arrow"
+    shutil.copyfile(traces[0], target)
+    target.chmod(0o644)  # a trace is private to its owner; these are made to be read
+
+
+def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
+    """Return the text of docs/results/real-bugs.md."""
+    answers = json.loads(ANSWERS.read_text())
+    judged = [o for o in outcomes if o.effective]
+    right = [o for o in judged if o.right]
+    late = [o for o in judged if not 0 <= o.found <= o.reads]
+    sure = [o for o in judged if not o.right and o.score >= CERTAIN]
+    mean = sum(o.incidents for o in judged) / max(1, len(judged))
+    lines = [
+        "# Real bugs",
+        "",
+        "Made by",
+        "",
+        "    python tests/corpus/run.py",
+        "",
+        (
+            f"on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}. Each bug is public, and made anew by a patch in our "
+            "own words: on the engine that had it, or by its mechanism on one that runs here (engine in brackets). The patch "
+            "marks the first forward that reads the damage; the replay does not look at marks. The traces are in `data/corpus/`, "
+            "the patches in `tests/corpus/`; `make test` replays them."
+        ),
+        "",
+        f"- {len(outcomes)} bugs, {len(judged)} of them effective in what the adapter records",
+        f"- found no later than in the forward that reads the damage first: **{len(judged) - len(late)} of {len(judged)}**",
+        f"- right kind first: **{len(right)} of {len(judged)}** ({len(right) / max(1, len(judged)):.1%})",
+        f"- right branch: {sum(o.branch == _branch(o.bug) for o in judged)}",
+        f"- a wrong kind with a confidence of {CERTAIN} or more: **{len(sure)}**",
+        f"- incidents a bug: **{mean:.2f}**",
+        "",
+        "| bug | engine | answers | detector | forward | kind | confidence | incidents |",
+        "| --- | --- | --- | --- | --- | --- | ---: | ---: |",
+    ]
+    for o in sorted(outcomes, key=lambda one: (one.bug.engine, one.bug.name)):
+        bug = o.bug
+        engine = bug.engine if bug.origin.lower() == bug.engine.lower() else f"{bug.origin} ({bug.engine})"
+        kind = o.kind if o.right else f"{o.kind or 'nothing'}, not {bug.kinds[0]}"
+        when = f"{o.found} of {o.reads}" if o.effective else "not effective" if bug.recorded else "not recorded"
+        changed = "changed" if answers[bug.trace] else "the same"
+        named = f"[{bug.tracker}]({link(bug.tracker)}) {bug.name}"
+        cells = (
+            named,
+            engine,
+            changed,
+            o.seen_by,
+            when,
+            kind if o.effective else "",
+            f"{o.score:.2f}",
+            str(o.incidents),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "forward: in which it was found, and which reads the damage first.", "", "## What each does", ""]
+    lines += [f"- **{o.bug.name}** ({o.bug.tracker}, {o.bug.engine}): {o.bug.mechanism}" for o in outcomes]
+    lines += ["", "## Whether confidence means what it says", ""]
+    lines += reliability(said)
+    return "\n".join(lines) + "\n"
+
+
+def _branch(bug: Bug) -> str:
+    from kvcanary.analysis.incidents.rules import RULES
+
+    return RULES[bug.kinds[0]].branch
+
+
+def reliability(said: list[tuple[str, float, bool]]) -> list[str]:
+    """Return a table of what was said against what was true; what is said of an engine is learnt on the others."""
+    from kvcanary.analysis.incidents.ranking import fit
+
+    bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for engine in sorted({e for e, *_ in said}):
+        learnt = fit([(score, right) for other, score, right in said if other != engine])
+        for other, score, right in said:
+            if other == engine:
+                confidence = learnt(score)
+                bins[min(9, int(confidence * 10))].append((confidence, right))
+    lines = [
+        (
+            f"{len(said)} incidents of the corpus and of the lab (two seeds a fault); the confidence said of an engine's is learnt "
+            f"on the other engines' ({', '.join(sorted({e for e, *_ in said}))})."
+        ),
+        "",
+        "| confidence | said, on average | true | incidents |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for low, found in sorted(bins.items()):
+        mean, true = (sum(one[i] for one in found) / len(found) for i in (0, 1))
+        lines.append(f"| {low / 10:.1f} to {(low + 1) / 10:.1f} | {mean:.2f} | {true:.2f} | {len(found)} |")
+    return lines
+
+
+def lab(seeds: int) -> list[tuple[str, float, bool]]:
+    """Return engine, score and whether the kind is right of trials of the fault lab, a few of each fault."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import incidents as bench
+
+    planned = bench.plan_trials(
+        faults=list(bench.ACCEPTED), configs=list(bench.CONFIGURATIONS), seeds=seeds, clean_seeds=0
+    )
+    rows = [bench.try_one((fault, config, seed + 500)) for fault, config, seed in planned]
+    return [
+        ("simulated", row.score, row.kind in bench.ACCEPTED[row.fault])
+        for row in rows
+        if row.incidents and (row.fault, row.config) not in bench.APART
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="record only bugs whose name contains this")
+    parser.add_argument("--replay", action="store_true", help="record nothing, replay what is saved")
+    parser.add_argument("--lab-seeds", type=int, default=2, help="trials of each lab fault for the reliability table")
+    args = parser.parse_args()
+    if not args.replay:
+        record([bug for bug in BUGS.values() if args.only in bug.trace])
+    outcomes = [outcome(bug) for bug in BUGS.values()]
+    said = [(o.bug.engine, o.score, o.right) for o in outcomes if o.effective and o.incidents] + lab(args.lab_seeds)
+    PAGE.write_text(page(outcomes, said))
+    wrong = [o for o in outcomes if o.effective and not o.right]
+    for o in wrong:
+        print(
+            f"{o.bug.trace}: {o.kind or 'nothing'} {o.score:.2f}, expected {' or '.join(o.bug.kinds)}\n    {o.sentence}"
+        )
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Runs SGLang for the corpus: with one bug, or with none; every run is a process forked from one that has imported it all.
+
+python sglang_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CONFORMANCE = HERE.parent / "conformance" / "sglang"
+
+# model, page size, slots, overlap, requests at a time, retracted now and then
+SETUPS = {
+    "llama": ("llama", 1, 512, False, 4, False),
+    "llama-chunks": ("llama", 1, 512, False, 4, False),
+    "llama-page4": ("llama", 4, 512, False, 4, False),
+    "llama-small": ("llama", 1, 120, False, 3, False),
+    "llama-retract": ("llama", 1, 150, False, 4, True),
+    "llama-overlap": ("llama", 1, 512, True, 4, False),
+    "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
+    "eagle": ("llama_gpu", 1, 512, False, 4, False),
+}
+
+
+def fired_in(forward: list[int]):
+    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
+    from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
+
+    made: list = []
+    init = SglangAttachment.__init__
+
+    def remember(self, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    SglangAttachment.__init__ = remember
+
+    def fired() -> None:
+        if forward:
+            return
+        for attachment in made:
+            for recorder in attachment.recorders():
+                forward.append(int(recorder.next_forward))
+                recorder.mark("real bug", {"forward": forward[0]})
+
+    return fired
+
+
+def generate(setup: str, folder: Path) -> None:
+    """Start the engine, let it answer seeded random prompts, some of which share a prefix, and shut it down."""
+    from engine import CPU_ENGINE, MODELS, retract_now_and_then
+    from sglang.srt.entrypoints.engine import Engine
+
+    model, page, slots, overlap, most, retracts = SETUPS[setup]
+    if retracts:
+        retract_now_and_then()
+    drafts: dict = {}
+    if setup == "eagle":
+        drafts = {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": str(MODELS / "llama_gpu_eagle"),
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+        }
+    engine = Engine(
+        model_path=str(MODELS / model),
+        **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
+        disable_overlap_schedule=not overlap,
+        page_size=page,
+        max_total_tokens=slots,
+        random_seed=1,
+        **drafts,
+    )
+    rng = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(3, 500) for _ in range(count)]
+
+    shared = tokens(20)
+    prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
+    again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2], prompts[1] + tokens(3)]
+    outputs = []
+    for batch in (prompts, again):
+        sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
+        outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling)]
+    (folder / "tokens.json").write_text(json.dumps(outputs))
+    engine.shutdown()
+
+
+def run(name: str, folder: Path) -> int:
+    """Run one bug, or a setup without any; return the exit status."""
+    import sglang_bugs  # noqa: F401
+    from bugs import BUGS
+    from engine import ENVIRONMENT, forked
+
+    clean = name.startswith("clean:")
+
+    def go() -> None:
+        from sglang.srt.managers.scheduler_components import invariant_checker
+
+        # An engine that finds its own pool wrong ends at once; one that does not look goes on, as in production.
+        invariant_checker.raise_error_or_warn = lambda *args, **kwargs: None
+        fired = fired_in([])
+        if not clean:
+            BUGS[name].patch(fired)
+        generate(name.removeprefix("clean:") if clean else BUGS[name].setup, folder)
+
+    return forked(folder, {**ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces")}, go, 90.0)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE), str(CONFORMANCE)]
+    from engine import ENVIRONMENT, import_engine
+
+    ENVIRONMENT = {k: v for k, v in ENVIRONMENT.items() if k != "SGLANG_STANDIN_CANARY"}
+    wanted = {
+        **ENVIRONMENT,
+        "KVCANARY_COMPRESSION": "zstd",
+        "KVCANARY_FLUSH_INTERVAL_MS": "3600000",
+        "PYTHONPATH": os.pathsep.join(
+            [str(CONFORMANCE / "standin"), str(HERE), str(CONFORMANCE), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    import_engine()
+    for one in sys.argv[2:]:
+        place = Path(sys.argv[1]) / one.replace(":", "-")
+        import shutil
+
+        shutil.rmtree(place, ignore_errors=True)
+        print(one, run(one, place), flush=True)

@@ -1,0 +1,52 @@
+"""The saved traces of public bugs: found in time, one incident each, its kind right; and runs without a bug are clean."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bugs import BUGS, link
+from run import CERTAIN, DATA, PAGE, look, outcome
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return {name: outcome(bug) for name, bug in BUGS.items()}
+
+
+def test_each_bug_has_its_trace_and_all_are_small():
+    traces = {path.stem for path in DATA.glob("*.arrow")}
+    assert set(BUGS) <= traces
+    assert sum(path.stat().st_size for path in DATA.glob("*.arrow")) < 6_000_000
+    assert {bug.mechanism.count(". ") + bug.mechanism.endswith(".") for bug in BUGS.values()} <= {2, 3}
+    assert all(link(bug.tracker).startswith("https://github.com/") for bug in BUGS.values())
+
+
+def test_found_no_later_than_it_is_read(outcomes):
+    late = {name: (o.found, o.reads) for name, o in outcomes.items() if o.effective and not 0 <= o.found <= o.reads}
+    assert not late
+
+
+def test_the_right_kind_comes_first(outcomes):
+    effective = [o for o in outcomes.values() if o.effective]
+    assert len(effective) >= 40
+    assert sum(o.right for o in effective) >= 0.9 * len(effective)
+    assert not [(o.bug.trace, o.kind, o.score) for o in effective if not o.right and o.score >= CERTAIN]
+    assert sum(o.incidents for o in effective) <= 1.1 * len(effective)
+
+
+def test_nobody_is_told_names_of_reasons(outcomes):
+    assert not [o.sentence for o in outcomes.values() if "VERIFY_" in o.sentence or "no rule" in o.sentence.lower()]
+
+
+@pytest.mark.parametrize("trace", sorted(DATA.glob("*-clean-*.arrow")), ids=lambda path: path.stem)
+def test_without_a_bug_nothing_is_found(trace):
+    reads, summary, rows = look(trace)
+    assert (reads, rows, summary.exit_code) == (-1, [], 0)
+
+
+def test_the_page_has_each_bug():
+    text = PAGE.read_text()
+    assert all(f"({link(bug.tracker)}) {bug.name} " in text for bug in BUGS.values())

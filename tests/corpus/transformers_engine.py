@@ -1,0 +1,107 @@
+"""Runs the continuous batching of transformers for the corpus: with one bug, or with none.
+
+python transformers_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "data")]
+
+
+def fired_in(forward: list[int]):
+    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
+
+    def fired() -> None:
+        from kvcanary.recorder.engines.transformers.attachment import TransformersAttachment
+
+        attachment = TransformersAttachment.current
+        if not forward and attachment is not None and attachment.recorder is not None:
+            forward.append(int(attachment.recorder.next_forward))
+            attachment.recorder.mark("real bug", {"forward": forward[0]})
+
+    return fired
+
+
+def generate(setup: str, folder: Path) -> None:
+    """Run seeded requests, some of which share a prefix, through the engine."""
+    from driver import Request, gemma3, llama, random_prompt, record
+
+    shared = random_prompt(1, 30)
+    requests = [
+        Request(name="a", prompt=shared + random_prompt(2, 9), new_tokens=22),
+        Request(name="b", prompt=random_prompt(3, 61), new_tokens=18),
+        Request(name="c", prompt=random_prompt(4, 5), new_tokens=24),
+        Request(name="d", prompt=shared + random_prompt(5, 14), new_tokens=16, at_step=6),
+        Request(name="e", prompt=random_prompt(6, 40), new_tokens=14, at_step=12),
+        Request(name="f", prompt=shared + random_prompt(7, 3), new_tokens=12, at_step=24),
+        Request(name="g", prompt=random_prompt(8, 35), new_tokens=12, at_step=26),
+    ]
+    path = folder / "traces" / "trace.arrow"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    batching = {"num_blocks": 96, "max_batch_tokens": 40}
+    if setup in ("few", "offload"):
+        batching = {"num_blocks": 14, "max_batch_tokens": 40, "safety_margin": 0.0}
+        if setup == "offload":
+            from types import SimpleNamespace
+
+            import torch
+            from transformers.generation.continuous_batching import offloading_manager
+
+            def unpinned(*args, pin_memory: bool = False, **kwargs):  # there is no pinned memory without a device
+                return torch.empty(*args, **kwargs)
+
+            kept = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
+            offloading_manager.torch = SimpleNamespace(**{**kept, "empty": unpinned})
+            batching["cpu_offload_space"] = 0.01
+    model = gemma3() if setup == "hybrid" else llama()
+    sequences = 2 if setup == "forks" else 1
+    answers = record(path, model, requests, num_return_sequences=sequences, **batching)
+    (folder / "tokens.json").write_text(json.dumps(answers))
+
+
+def run(name: str, folder: Path) -> int:
+    """Run one bug, or a setup without any; return the exit status."""
+    import time
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if name.startswith("clean:"):
+                generate(name.removeprefix("clean:"), folder)
+            else:
+                import transformers_bugs  # noqa: F401
+                from bugs import BUGS
+
+                BUGS[name].patch(fired_in([]))
+                generate(BUGS[name].setup, folder)
+            status = 0
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    for _ in range(600):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return -1
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for one in sys.argv[2:]:
+        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)

@@ -1,0 +1,179 @@
+"""Runs vLLM for the corpus: with one bug, or with none; every run is a process forked from one that has imported it all.
+
+python vllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CONFORMANCE = HERE.parent / "conformance" / "vllm"
+sys.path[:0] = [str(HERE), str(CONFORMANCE)]
+
+FEW = {"num_gpu_blocks_override": 9}
+EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
+LOADS = {
+    "kv_connector": "HostConnector",
+    "kv_connector_module_path": "host_connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"when": "sync"},
+}
+# model, further arguments, most tokens of an answer
+SETUPS = {
+    "llama": ("llama", {}),
+    "llama-churn": ("llama", {"max_num_seqs": 3}),
+    "llama-few": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
+    "llama-preempt": ("llama", FEW),
+    "llama-async": ("llama", {"async_scheduling": True}),
+    "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
+    "sliding": ("sliding", {}),
+    "hybrid": ("hybrid", {}),
+    "hybrid-preempt": ("hybrid", {"num_gpu_blocks_override": 22}),
+    "llama-eagle": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
+    "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
+}
+
+
+def fired_in(forward: list[int]):
+    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
+
+    def fired() -> None:
+        from kvcanary.recorder.engines.vllm import hooks
+
+        if forward:
+            return
+        for attachment in hooks.attachments:
+            for recording in attachment.recordings.values():
+                if recording is not None:
+                    forward.append(int(recording.recorder.next_forward))
+                    recording.recorder.mark("real bug", {"forward": forward[0]})
+
+    return fired
+
+
+def generate(setup: str, folder: Path) -> None:
+    """Start the engine, let it answer seeded random prompts, some of which share a prefix, and shut it down."""
+    from vllm import LLM, SamplingParams
+
+    model, arguments = SETUPS[setup]
+    arguments = dict(arguments)
+    if "speculative_config" in arguments:
+        arguments["speculative_config"] = {
+            **EAGLE["speculative_config"],
+            "model": str(CONFORMANCE / "models" / "eagle"),
+        }
+    if "kv_transfer_config" in arguments:
+        from vllm.config import KVTransferConfig
+
+        arguments["kv_transfer_config"] = KVTransferConfig(**LOADS)
+    defaults = {
+        "max_num_batched_tokens": 48,
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 6,
+        "async_scheduling": False,
+    }
+    llm = LLM(
+        model=str(CONFORMANCE / "models" / model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        block_size=32,
+        seed=1,
+        enable_prefix_caching=True,
+        **{**defaults, **arguments},
+    )
+    rng = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(3, 600) for _ in range(count)]
+
+    shared = tokens(70)
+    prompts = [shared + tokens(rng.randrange(3, 30)) if i % 2 == 0 else tokens(rng.randrange(5, 60)) for i in range(5)]
+    again = [prompts[0] + tokens(4), shared[:66], tokens(96), prompts[2], shared[:64]]
+    batches = [prompts, again]
+    if setup == "llama-few":  # what was cached is evicted while the last ones wait
+        batches.append([tokens(100), tokens(98), tokens(101), prompts[0], prompts[2], tokens(40)])
+    outputs = []
+    for number, batch in enumerate(batches):
+        if number and "kv_transfer_config" in arguments:
+            llm.reset_prefix_cache()
+        sampling = [
+            SamplingParams(max_tokens=rng.randrange(8, 30), temperature=0, ignore_eos=True, detokenize=False)
+            for _ in batch
+        ]
+        given = [{"prompt_token_ids": prompt} for prompt in batch]
+        outputs += [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
+    (folder / "tokens.json").write_text(json.dumps(outputs))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def run(name: str, folder: Path) -> int:
+    """Run one bug, or a setup without any; return the exit status."""
+    import signal
+    import time
+
+    import vllm_bugs  # noqa: F401
+    from bugs import BUGS
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ["KVCANARY_TRACE"] = str(folder / "traces")
+            from kvcanary.recorder.engines.vllm import hooks
+
+            hooks.install()
+            if name.startswith("clean:"):
+                generate(name.removeprefix("clean:"), folder)
+            else:
+                bug = BUGS[name]
+                bug.patch(fired_in([]))
+                generate(bug.setup, folder)
+            status = 0
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            from kvcanary.recorder.engines.vllm import hooks
+
+            for attachment in hooks.attachments:
+                for recorder in attachment.recorders():
+                    recorder.close()
+            sys.stdout.flush()
+            os._exit(status)
+    for _ in range(900):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+if __name__ == "__main__":
+    from engine import ENVIRONMENT, import_engine
+
+    wanted = {
+        **ENVIRONMENT,
+        "KVCANARY_COMPRESSION": "zstd",
+        "KVCANARY_FLUSH_INTERVAL_MS": "3600000",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(CONFORMANCE), os.environ.get("PYTHONPATH", "")]),
+    }
+    if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    import_engine()
+    for one in sys.argv[2:]:
+        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)
