@@ -14,7 +14,8 @@ class Bug:
     """A public bug, made anew by `patch`, which gets `fired`.
 
     `tracker` is its number there, `origin` the engine that had it, `engine` and `setup` what it is run on here; `kinds`
-    are the kinds that are right, the exact one first; `recorded` says whether the adapter records what the bug touches.
+    are the kinds that are right, the exact one first; `recorded` says whether the adapter records what the bug touches;
+    `reads` is the first forward that reads the damage where a mark cannot say it.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Bug:
     setup: str
     kinds: tuple[str, ...]
     recorded: bool
+    reads: int
     mechanism: str
     patch: Callable[[Fired], None]
 
@@ -36,8 +38,12 @@ class Bug:
 BUGS: dict[str, Bug] = {}
 
 
+# Recorded with SGLang 0.5.16 on an H200: the attention that runs on the CPU has no drafts.
+H200 = "h200"
+
+
 def bug(
-    tracker: str, setup: str, *kinds: str, origin: str = "", recorded: bool = True
+    tracker: str, setup: str, *kinds: str, origin: str = "", recorded: bool = True, reads: int = -1
 ) -> Callable[[Callable[[Fired], None]], Bug]:
     """Make a bug of a function that patches the engine; its docstring is the mechanism."""
 
@@ -51,6 +57,7 @@ def bug(
             setup=setup,
             kinds=kinds,
             recorded=recorded,
+            reads=reads,
             mechanism=" ".join((patch.__doc__ or "").split()),
             patch=patch,
         )

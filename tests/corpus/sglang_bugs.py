@@ -1,6 +1,6 @@
 """Public bugs made anew in SGLang 0.5.23 on the CPU: its allocators, radix cache, rows, batches and attention."""
 
-from bugs import Fired, bug, replaces
+from bugs import H200, Fired, bug, replaces
 
 
 def _once_written_again(fired: Fired, lost: set[int]) -> None:
@@ -276,3 +276,24 @@ def freed_but_still_in_tree(fired: Fired) -> None:
             row = cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :8].long().clone()
             lost.update(row.tolist())
             cache.token_to_kv_pool_allocator.free(row)
+
+
+def _revert(number: int) -> None:
+    """Take back the mend of a bug, as SGLANG_DEBUG_REVERT_PR does."""
+    from sglang.srt.debug_utils import pr_fix_toggle
+
+    pr_fix_toggle._revert_pr_fix(number)
+
+
+@bug("sgl-project/sglang#25015", H200, "draft_position_plus_one", reads=8)
+def draft_positions(fired: Fired) -> None:
+    """The positions of an EAGLE draft's steps are one too high, inside its CUDA graph. Each step rotates its token for a
+    place that is the next one's."""
+    _revert(25015)
+
+
+@bug("sgl-project/sglang#26329", H200, "chunk_tail_predicted_token", reads=1)
+def draft_chunk_tail(fired: Fired) -> None:
+    """The last input of a chunk in an EAGLE draft's prefill is what the target predicts, though the prompt goes on. The
+    draft computes the chunk's tail for a token that is not the prompt's."""
+    _revert(26329)

@@ -21,7 +21,6 @@ SETUPS = {
     "llama-retract": ("llama", 1, 150, False, 4, True),
     "llama-overlap": ("llama", 1, 512, True, 4, False),
     "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
-    "eagle": ("llama_gpu", 1, 512, False, 4, False),
 }
 
 
@@ -57,15 +56,6 @@ def generate(setup: str, folder: Path) -> None:
     model, page, slots, overlap, most, retracts = SETUPS[setup]
     if retracts:
         retract_now_and_then()
-    drafts: dict = {}
-    if setup == "eagle":
-        drafts = {
-            "speculative_algorithm": "EAGLE",
-            "speculative_draft_model_path": str(MODELS / "llama_gpu_eagle"),
-            "speculative_num_steps": 3,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 4,
-        }
     engine = Engine(
         model_path=str(MODELS / model),
         **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
@@ -73,7 +63,6 @@ def generate(setup: str, folder: Path) -> None:
         page_size=page,
         max_total_tokens=slots,
         random_seed=1,
-        **drafts,
     )
     rng = random.Random(5)
 

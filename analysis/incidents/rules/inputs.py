@@ -32,10 +32,8 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
     """
     for sign in cluster.head:
         mine = [other for other in cluster.head if other.request_id == sign.request_id]
-        # An engine whose decodes are told by their positions: what attention read and where the token went say otherwise.
-        told = {other.kind for other in mine} >= {"attention_lens", "table_entry_differs"}
-        fed = sign.bits & WRITE_POSITION and sign.runner == 0 and _in_plan(cluster, sign)
-        if not told and not fed:
+        told, fed = _told(mine), sign.bits & WRITE_POSITION and sign.runner == 0 and _in_plan(cluster, sign)
+        if sign.runner != 0 or not (told or fed):
             continue
         off = sorted({s.stored_position - s.position for s in mine if s.bits & WRITE_POSITION})
         by = f", off by {', '.join(f'{n:+d}' for n in off[:3])}" if off and not told else ""
@@ -47,6 +45,12 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
+def _told(mine: list[Sign]) -> bool:
+    """Whether attention's length and the records both contradict the positions by which a decode's lengths are told."""
+    off = any(sign.kind == "table_entry_differs" or sign.bits & (POSITION | WRITE_POSITION) for sign in mine)
+    return off and any(sign.kind == "attention_lens" and sign.mode == "decode" for sign in mine)
+
+
 def _in_plan(cluster: Cluster, sign: Sign) -> bool:
     """Whether a forward has a token for the position that a sign says was expected, and so was fed another."""
     here = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
@@ -56,6 +60,11 @@ def _in_plan(cluster: Cluster, sign: Sign) -> bool:
 @rule("positions off by one", branch="input")
 def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
     """The draft's positions are built one too high. (S#25015)"""
+    first = cluster.first
+    if first.runner > 0 and _told([other for other in cluster.head if other.request_id == first.request_id]):
+        said = f"the draft model was fed a position that is not its token's, of {first.reader} in {first.when}: {first.place}; "
+        said += "attention's length is that of another position"
+        return cluster.diagnosis(0.95, said, first, cause=first.event)
     sign = cluster.violation(WRITE_POSITION)
     if sign is None:
         return None
