@@ -50,6 +50,8 @@ ACCEPTED: Final[dict[str, tuple[str, ...]]] = {
     "kv_used": ("kv_changed",),
     "kv_unused_cache": ("kv_changed",),
     "kv_post_forward": ("kv_changed",),
+    "attention_prefix_lost": ("attention_seq_len_wrong",),
+    "attention_seq_len_off_by_one": ("attention_seq_len_wrong",),
 }
 
 # Counted apart: what the trace cannot tell from one another, and why. In `dsv4` all layers slide, so that no pool group

@@ -169,7 +169,7 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
         before = [f for f in cluster.history(sign) if mine and f.event < mine[-1].event]
         gone = next((f for f in reversed(before) if f.what in ("evict", "free")), None)
         since = [f for f in before if gone is not None and f.event > gone.event]
-        if gone is None or any(f.what in ("cached", "shared") for f in since):
+        if gone is None or any(f.what in ("cached", "shared", "loaded", "received", "copied") for f in since):
             continue
         other = next((f for f in since if f.what == "alloc" and f.request_id != sign.request_id), None)
         if other is None and gone.what == "free" and cluster.complete and gone.request_id >= 0:

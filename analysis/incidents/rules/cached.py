@@ -33,11 +33,9 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
         if own is not None and own[1] != sign.slot:
             continue  # it is written, elsewhere
         filled = ("written", "copied", "loaded", "received")
-        if (
-            given is not None
-            and cluster.filled_between(sign, given.event, sign.event, *filled)
-            and sign.kind == "write_to_foreign_slot"
-        ):
+        whole = sign.count >= (cluster.groups[cluster.group(sign)].page_size if cluster.groups else 1) > 1
+        before = given is not None and cluster.filled_between(sign, given.event, sign.event, *filled)
+        if before and not whole and sign.kind == "write_to_foreign_slot":
             continue
         if prefilling and sign.kind == "write_to_foreign_slot" and cluster.joined(sign):
             said = f"{sign.reader} joined {sign.place}, which the prefix cache holds, and then computed it again in "

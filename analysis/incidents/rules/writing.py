@@ -50,8 +50,11 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
             continue
         filled = cluster.last(sign, "written", "copied", "loaded", "received", before=sign.event)
         given = cluster.last(sign, "alloc")
-        if filled is None or (given is not None and filled.event < given.event):
+        page = cluster.groups[cluster.group(sign)].page_size if cluster.groups else 1
+        if filled is None or (given is not None and filled.event < given.event) or sign.count >= page > 1:
             continue
+        if any(other.bits & CONTENT and cluster.rewrite_of(other) is not None for other in cluster.head):
+            continue  # its row is wrong, and with it the slots that come next
         said = f"{sign.reader} wrote {sign.place} in {sign.when}, which the prefix cache holds since event {joined.event} or before: it "
         return cluster.diagnosis(0.95, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
     return None
