@@ -31,6 +31,7 @@ _BRANCH_OF_FINDING: Final = {
     **dict.fromkeys(("freed_during_transfer", "transfer_not_held", "transfer_differs"), "transfer"),
     **dict.fromkeys(("transfer_source_damaged", "transfer_source_changed"), "transfer"),
     **dict.fromkeys(("hit_never_written", "hit_differs"), "content"),
+    "identity": "identity",
     **dict.fromkeys(("seq_len_backwards", "input_not_sampled", "input_not_truth"), "input"),
 }
 
