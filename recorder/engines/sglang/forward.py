@@ -184,20 +184,20 @@ class DeviceForwards:
         )
 
 
-def check_chain(graph_runner: Any) -> None:
-    """Raise a `ValueError` for a draft tree (top-k above 1), whose steps are no chain."""
-    topk = int(getattr(graph_runner, "topk", 1))
-    if topk != 1:
-        raise ValueError(f"EAGLE with top-k {topk} cannot be recorded, expected 1")
+def draft_tree(server_args: Any) -> str:
+    """Say why what an engine drafts is a tree, whose tokens share positions; "" for chains, and for no drafts."""
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    branches = "speculative_ngram_max_bfs_breadth" if algorithm == "NGRAM" else "speculative_eagle_topk"
+    most = int(getattr(server_args, branches, None) or 1) if algorithm else 1
+    return f"drafts are trees: {branches} is {most}, expected 1" if most > 1 else ""
 
 
-def draft_steps(graph_runner: Any, batch: Any, own: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+def draft_steps(batch: Any, own: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     """Copy what goes into a graph of several draft steps, before it runs; `own` copies a tensor, here or on the device.
 
     What is returned makes of what came out of the graph, `draft_tokens` `[bs, steps]`, the forwards that ran in it, with
-    the fields of SGLang's `ForwardBatch` that the adapter looks at. Raises as `check_chain`.
+    the fields of SGLang's `ForwardBatch` that the adapter looks at.
     """
-    check_chain(graph_runner)
     rows, positions, seq_lens = (own(part) for part in (batch.req_pool_indices, batch.positions, batch.seq_lens))
     bs = int(rows.shape[0])
     shape = (bs, -1) if bs else (0, 1)

@@ -17,7 +17,7 @@ from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
-from .forward import DeviceForwards, check_chain, draft_steps, forward_input, mode_of
+from .forward import DeviceForwards, draft_steps, draft_tree, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
@@ -52,6 +52,11 @@ class SglangRecording:
             raise ValueError("this process has no target model runner")
         self.layout = SglangLayout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
+        self._tree = draft_tree(self.target.server_args)
+        if self._tree:
+            not_watched += (
+                NotWatched(what="other", name="drafts", reason=f"{self._tree}; the first ends the recording"),
+            )
         entries, reason = [*header.not_watched, *not_watched], "what the model hands to the pool is not read"
         for index, runner in enumerate(header.runners):
             if header.streams(index):
@@ -137,6 +142,8 @@ class SglangRecording:
         Raises:
             ValueError: a batch that cannot be recorded.
         """
+        if self._tree and (batch.forward_mode.name == "TARGET_VERIFY" or not (layout.sampled or _extends(batch))):
+            raise ValueError(self._tree)
         rids = batch.rids if not self.members else [*(batch.rids or ()), *self.members]
         known = self.batches.of(rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
@@ -242,12 +249,13 @@ class SglangRecording:
     def draft_graph(self, graph_runner: Any, batch: Any) -> Finish:
         """Record a draft's steps that run as one CUDA graph, each as it is captured in the graph, else after it."""
         layout = self.layout.runners[id(graph_runner.model_runner)]
+        if self._tree:
+            raise ValueError(self._tree)
         if self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None)):
-            check_chain(graph_runner)
             self.before_model(layout, batch, batch.req_pool_indices.numel())
             return self._after_draft_graph
         own: Any = (lambda tensor: tensor.clone()) if isinstance(self.recorder, DeviceRecorder) else own_int64
-        steps = draft_steps(graph_runner, batch, own)
+        steps = draft_steps(batch, own)
 
         def record(result: Any, error: BaseException | None) -> None:
             for step in steps(result) if error is None else ():
@@ -348,6 +356,11 @@ class SglangRecording:
         finally:
             for history in self.histories:
                 history.evicting = False
+
+
+def _extends(batch: Any) -> bool:
+    """Say whether a draft model goes over tokens that are no guesses."""
+    return mode_of(batch.forward_mode) in ("extend", "draft_extend", "mixed", "idle")
 
 
 def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:

@@ -16,7 +16,7 @@ from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
 from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
 from kvcanary.recorder.engines.sglang import requests as sglang_requests
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
-from kvcanary.recorder.engines.sglang.forward import MODES, draft_steps, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang.forward import MODES, draft_steps, draft_tree, forward_input, prefix_and_extend
 from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
 from kvcanary.recorder.engines.sglang.hooks import TARGETS
 from kvcanary.recorder.engines.sglang.layout import SglangLayout, ranks_of
@@ -554,7 +554,7 @@ def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_steps_of_a_draft_graph_become_forwards() -> None:
     before = batch("DECODE", rids=["a", "b"], out_cache_loc=torch.tensor([30, 31, 32, 40, 41, 42]))
-    steps_of = draft_steps(SimpleNamespace(topk=1), before, own_int64)
+    steps_of = draft_steps(before, own_int64)
     before.positions += 100  # the engine goes on with its buffers
     steps = steps_of((None, None, torch.tensor([[1, 2, 3], [4, 5, 6]]), None))
     shown = [(s.input_ids.tolist(), s.positions.tolist(), s.out_cache_loc.tolist(), s.rids) for s in steps]
@@ -564,13 +564,25 @@ def test_the_steps_of_a_draft_graph_become_forwards() -> None:
 def test_an_idle_draft_has_no_steps() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     names = ("req_pool_indices", "positions", "out_cache_loc", "seq_lens")
-    steps_of = draft_steps(SimpleNamespace(topk=1), batch("IDLE", rids=[], **dict.fromkeys(names, nothing)), own_int64)
+    steps_of = draft_steps(batch("IDLE", rids=[], **dict.fromkeys(names, nothing)), own_int64)
     assert steps_of((None, None, torch.empty(0, 3), None)) == []
 
 
-def test_a_draft_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match="top-k 4 cannot be recorded, expected 1"):
-        draft_steps(SimpleNamespace(topk=4), batch("DECODE"), own_int64)
+@pytest.mark.parametrize(
+    ("said", "tree"),
+    [
+        ({}, ""),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, ""),
+        ({"speculative_algorithm": None, "speculative_eagle_topk": 4}, ""),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "speculative_eagle_topk is 4"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "max_bfs_breadth is 10"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, ""),
+    ],
+)
+def test_draft_trees_are_told_from_chains(said: dict[str, Any], tree: str) -> None:
+    found = draft_tree(SimpleNamespace(**said))
+    assert tree in found
+    assert bool(found) == bool(tree)
 
 
 def test_the_engines_thread_goes_on_while_what_it_cost_is_summed_up() -> None:

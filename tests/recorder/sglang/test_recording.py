@@ -18,6 +18,7 @@ from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
 from ...support.one_trace import events
+from . import fake_engine
 from .fake_engine import SLOTS, ModelRunner, Request, Result, Scheduler, TokenToKVPoolAllocator, hooked, serve
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
@@ -287,3 +288,22 @@ def test_media_are_told_with_their_positions() -> None:
     ]
     item.offsets = None
     assert [one.kind for one in identity_of(req, 0)] == ["adapter", "salt", "weights"]
+
+
+def test_a_draft_tree_ends_the_recording_before_it_is_misread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = ModelRunner.__init__
+
+    def with_tree(self: ModelRunner) -> None:
+        init(self)
+        vars(self.server_args).update(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=10)
+
+    monkeypatch.setattr(ModelRunner, "__init__", with_tree)
+    monkeypatch.setattr(fake_engine, "DECODE", SimpleNamespace(name="TARGET_VERIFY"))
+    record(monkeypatch, tmp_path)
+    header, told = events(tmp_path)
+    assert (
+        "drafts",
+        "drafts are trees: speculative_ngram_max_bfs_breadth is 10, expected 1; the first ends the recording",
+    ) in [(entry.name, entry.reason) for entry in header.not_watched]
+    assert {event.scalar("mode") for event in told if event.kind == "forward"} == {"extend"}
+    assert "drafts are trees" in [event.scalar("note") for event in told if event.kind == "loss"][-1]
