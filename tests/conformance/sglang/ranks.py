@@ -46,12 +46,6 @@ RUNS = (
     Ranks(kind="tensor", model="mellum_hybrid", page_size=4, overlap=True, options={"tp_size": 2}),
     Ranks(kind="data", model="llama", page_size=4, overlap=True, options={"dp_size": 2}),
     Ranks(kind="data", model="mellum_hybrid", page_size=1, options={"dp_size": 2}),
-    Ranks(
-        kind="data-attention",
-        model="llama",
-        page_size=1,
-        options={"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-    ),
     Ranks(kind="pipeline", model="llama", page_size=1, options={"pp_size": 2}),
     Ranks(kind="pipeline", model="mellum_hybrid", page_size=4, options={"pp_size": 2}),
     Ranks(kind="pipeline", model="llama", page_size=4, options={"pp_size": 2, "pp_async_batch_depth": 1}),
@@ -104,30 +98,15 @@ def main() -> int:
     return int(any(result["wrong"] for _, result in results))
 
 
-def run_idle_ranks() -> None:
-    """Have what an idle rank of data-parallel attention runs accept no tokens, which SGLang's own code for CPUs does not."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
-    rotate = RotaryEmbedding.forward_native
-
-    def rotated(self: Any, positions: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-        return rotate(self, positions, query, key, *args, **kwargs) if query.numel() else (query, key)
-
-    RotaryEmbedding.forward_native = rotated
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
-
-
 def serve(run: Ranks, place: Path) -> None:
     """Start an engine, generate, write the outputs down and shut it down."""
     from engine import CPU_ENGINE, MODELS
     from pair_engine import make_prompts
     from sglang.srt.entrypoints.engine import Engine
 
-    run_idle_ranks()
     engine = Engine(
         model_path=str(MODELS / run.model),
-        **{**CPU_ENGINE, "mem_fraction_static": 0.2},
+        **CPU_ENGINE,
         disable_overlap_schedule=not run.overlap,
         page_size=run.page_size,
         max_total_tokens=512,
@@ -177,7 +156,7 @@ def judge(run: Ranks, statuses: dict[Path, int]) -> dict[str, Any]:
     if len(traces) != 2 or told["verdict"] != "clean":
         doubts = [doubt for one in recordings for doubt in one.get("doubts", [])]
         wrong.append(f"{len(traces)} traces, {told['verdict']}: {doubts[:3]}")
-    elif run.kind.startswith("data"):  # each rank has requests of its own
+    elif run.kind == "data":  # each rank has requests of its own
         wrong += wrong_samples_of_all(traces, outputs)
     else:
         wrong += wrong_samples(traces, outputs)
