@@ -123,14 +123,15 @@ def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Sch
             scalars[name][row] = value
         for given in (event.ints, event.bytes):
             for name, array in given.items():
-                if name not in lists:
-                    lists[name] = np.zeros(count, np.int64), []
-                lists[name][0][row] = len(array)
-                lists[name][1].append(array)
-    columns = []
+                found = lists.get(name)
+                if found is None:
+                    found = lists[name] = np.zeros(count, np.int64), []
+                found[0][row] = len(array)
+                found[1].append(array)
+    columns, nothing = [], (np.zeros(count, np.int64), list[npt.NDArray[Any]]())
     for column in schema:
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            columns.append(_list_array(column, *lists.get(column.name, (np.zeros(count, np.int64), []))))
+            columns.append(_list_array(column, *lists.get(column.name, nothing)))
         elif pa.types.is_string(column.type):
             columns.append(_text_array(scalars.get(column.name, [""] * count)))
         else:
@@ -160,8 +161,10 @@ def _text_array(values: list[str]) -> pa.Array:
 
 
 def _list_array(field: pa.Field, lengths: Int64Array, parts: list[npt.NDArray[Any]]) -> pa.Array:
-    offsets = np.append(0, np.cumsum(lengths))
-    values = pa.array(np.concatenate(parts) if parts else [], field.type.value_type)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    if parts:
+        np.cumsum(lengths, out=offsets[1:])
+    values = pa.array(np.concatenate(parts)) if parts else pa.array([], field.type.value_type)
     if pa.types.is_large_list(field.type):
         return pa.LargeListArray.from_arrays(pa.array(offsets), values, type=field.type)
     if offsets[-1] > np.iinfo(np.int32).max:
