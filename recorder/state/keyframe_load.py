@@ -153,7 +153,10 @@ class KeyframeLoader:
                 history.forget()
             for tier in (tier for pool in state.pools for tier in (pool.pool, pool.host)):
                 for array in tier.arrays():  # in place, since the KV sources are views of them
-                    _zero(array)
+                    flat = array.reshape(-1).view(np.uint8)
+                    for chunk in np.split(flat, range(1 << 20, len(flat), 1 << 20)):
+                        if chunk.any():  # memory that nobody touched stays untouched
+                            chunk[:] = 0
         if tables.truth is not None and truth_fill:
             tables.truth.fill(truth_fill)
         self.untouched = False
@@ -225,12 +228,3 @@ class KeyframeLoader:
                 for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
                     held_by[owner] = held_by.get(owner, 0) + count
         self.loading = False
-
-
-def _zero(array: npt.NDArray[Any]) -> None:
-    """Zero what is not zero, page by page, so that memory which nobody touched stays untouched."""
-    flat = array.reshape(-1).view(np.uint8)
-    for begin in range(0, len(flat), 1 << 20):
-        chunk = flat[begin : begin + (1 << 20)]
-        if chunk.any():
-            chunk[:] = 0

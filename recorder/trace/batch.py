@@ -97,7 +97,8 @@ class TraceBatch:
 
     def _column(self, name: str) -> pa.Array:
         if name in ADDED and name not in self.record_batch.schema.names:
-            return _unused_column(name, self.num_events)  # from before there was such a column
+            default: Any = SCALARS[name][1] if name in SCALARS else []  # from before there was such a column
+            return pa.array([default] * self.num_events, trace_schema().field(name).type)
         return self.record_batch.column(name)
 
     def _list(self, name: str) -> tuple[npt.NDArray[Any], Int64Array]:
@@ -114,11 +115,6 @@ class TraceBatch:
             offsets.flags.writeable = False
             found = self._cache[name] = (values, offsets)
         return found
-
-
-def _unused_column(name: str, num_events: int) -> pa.Array:
-    default: Any = SCALARS[name][1] if name in SCALARS else []
-    return pa.array([default] * num_events, trace_schema().field(name).type)
 
 
 @dataclass(slots=True, eq=False, repr=False)

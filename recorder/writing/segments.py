@@ -116,7 +116,11 @@ class Segments(SingleFile):
             raise TraceError(
                 f"{path}: segments need {needed}, which this machine does not have; record one file"
             ) from None
-        _remove_segments(path, overwrite)
+        for other in segments_of(path):  # another recording's of this name, not to be taken for some of this one
+            if not overwrite:
+                raise TraceExistsError(f"{other}: cannot be written: {EXISTS}")
+            with contextlib.suppress(OSError):
+                other.unlink()
         if settings.keep_folder_bytes:
             drop_the_past(path.parent, settings.keep_folder_bytes)
         super().__init__(path, header, settings, overwrite=False)
@@ -245,15 +249,6 @@ class Segments(SingleFile):
                 folder.mkdir(mode=0o700)
                 return folder
         raise OSError(f"{folder}: exists, and so do 999 more of that name")
-
-
-def _remove_segments(recording: Path, overwrite: bool) -> None:
-    """Remove segments of another recording under this name: they must not be taken for some of this one."""
-    for path in segments_of(recording):
-        if not overwrite:
-            raise TraceExistsError(f"{path}: cannot be written: {EXISTS}")
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def _second_name(path: Path, target: Path) -> None:

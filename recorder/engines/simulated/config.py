@@ -98,11 +98,6 @@ class EngineConfig:
         return self.draft_tokens + 1 if self.eagle else 1
 
     @property
-    def key_lookahead(self) -> int:
-        """Tokens after a page that its content depends on: a draft's input at position p is the token of p + 1."""
-        return 1 if self.eagle else 0
-
-    @property
     def slide_pages(self) -> int:
         """Pages that have to leave a request's window before they are freed, several at a time where pages are small."""
         return -(-SLIDE_TOKENS // self.page_size)

@@ -189,20 +189,9 @@ class SimulatedEngine:
         return self.futures.read(request.future)
 
     def _run(self, batch: Batch, samples: BoolArray) -> None:
-        """Run a forward of the target in which the requests that `samples` names get a token. With overlap scheduling,
-        the host hears of a decode's tokens only when the next forward is on its way.
+        """Run a forward of the target in which the requests that `samples` names get a token; each has its tokens in
+        the cache then. With overlap scheduling, the host hears of a decode's tokens only when the next forward is on its way.
         """
-        self.in_flight.append(self._launch(batch, samples))
-        self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
-        for request in batch.requests:
-            request.in_flight += 1
-        if self.config.overlap:
-            self.drain(keep=1)
-        if not self.config.overlap or batch.mode != "decode":  # what follows needs to know what came of it
-            self._hear_back()
-
-    def _launch(self, batch: Batch, samples: BoolArray) -> Launched:
-        """Run a forward; each of its requests has its tokens in the cache then."""
         sampled: list[Int64Array] = []
         last = batch.last_tokens[samples]
         forward = self.recorder.next_forward
@@ -216,13 +205,17 @@ class SimulatedEngine:
             return tokens, _sampled_lens(batch, samples)
 
         self.runner.run(batch, pick)
-        for request, count in zip(batch.requests, batch.extend_lens.tolist(), strict=False):
+        places = iter(self.futures.store(sampled[0])) if self.config.overlap else iter(())
+        for request, count, gets in zip(batch.requests, batch.extend_lens.tolist(), samples.tolist(), strict=False):
             request.cached_len += count
+            request.in_flight += 1
+            request.future = next(places) if gets and self.config.overlap else NO_FUTURE
+        self.in_flight.append(Launched(forward=forward, batch=batch, samples=samples, tokens=sampled[0]))
+        self.clock_s += FORWARD_SECONDS + TOKEN_SECONDS * batch.num_tokens
         if self.config.overlap:
-            places = iter(self.futures.store(sampled[0]))
-            for request, gets in zip(batch.requests, samples.tolist(), strict=True):
-                request.future = next(places) if gets else NO_FUTURE
-        return Launched(forward=forward, batch=batch, samples=samples, tokens=sampled[0])
+            self.drain(keep=1)
+        if not self.config.overlap or batch.mode != "decode":  # what follows needs to know what came of it
+            self._hear_back()
 
     def _hear_back(self) -> Launched:
         """Give the oldest forward's tokens to its requests, and return it; one that had finished before gets none."""

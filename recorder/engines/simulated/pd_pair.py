@@ -194,7 +194,9 @@ class PdPair:
         folder = Path(folder)
         self.settings = settings or PairSettings()
         self.prefill_path, self.decode_path = folder / "prefill.arrow", folder / "decode.arrow"
-        sides = replace(config, role="prefill"), decode_config(config)
+        # The decode side has no prefix cache, and ids and pages other than the prefill side's.
+        other: dict[str, Any] = {"seed": config.seed + 1, "prefix_cache": False, "sweep_interval": 0, "host_pages": 0}
+        sides = replace(config, role="prefill"), replace(config, role="decode", free_order="shuffled", **other)
         folder.mkdir(parents=True, exist_ok=True)
         self.prefill = PrefillEngine(sides[0], (), self.prefill_path, **engine_options)
         self.prefill.ready = []
@@ -298,9 +300,3 @@ class PdPair:
         num_tokens, token = sender.cached_len, int(sender.tokens[sender.prompt_len])
         self.prefill.scheduler.finish(sender)
         self.decode.landed(room.receiver, num_tokens, token)
-
-
-def decode_config(config: EngineConfig) -> EngineConfig:
-    """Return the decode side's configuration: no prefix cache, ids and pages other than the prefill side's."""
-    without_cache: dict[str, Any] = {"prefix_cache": False, "sweep_interval": 0, "host_pages": 0}
-    return replace(config, role="decode", seed=config.seed + 1, free_order="shuffled", **without_cache)

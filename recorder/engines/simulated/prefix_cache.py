@@ -86,7 +86,8 @@ class PrefixCache:
     def __init__(self, memory: "KvMemory") -> None:
         self._memory = memory
         self._config = memory.config
-        self.tree = RadixTree(page_size=memory.page_size, lookahead=memory.config.key_lookahead)
+        # A draft's input at position p is the token of p + 1, so a page's content depends on the token behind it.
+        self.tree = RadixTree(page_size=memory.page_size, lookahead=int(memory.config.eagle))
 
     def attach(self, request: Request) -> None:
         """Let a request that just got its row start from the longest cached prefix; one token is left to compute.

@@ -58,7 +58,9 @@ class Scheduler:
             else:
                 self.running.append(request)  # so that it is found where retract looks
                 self.retract(request)
-        while budget >= self._config.page_size and self.waiting and self.lets_in(picked):
+        while budget >= self._config.page_size and self.waiting and self.prefilling is None:
+            if self._hold and (self.running or self.parked or picked):
+                break
             request = self.waiting[0]
             taken = self.admit(request, budget, len(picked))
             if not taken:
@@ -72,10 +74,6 @@ class Scheduler:
             if request.cached_len + taken < request.num_tokens:
                 self.prefilling = request
         return picked
-
-    def lets_in(self, picked: list[Prefill]) -> bool:
-        """Whether a waiting request may be admitted beside those picked already."""
-        return self.prefilling is None and not (self._hold and (self.running or self.parked or picked))
 
     def take(self, request: Request, budget: int) -> int:
         """Return how many tokens of a request fit the budget; a part of a prompt ends where a page ends."""
