@@ -9,11 +9,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
+from kvcanary.kernels.replay_pass.entries import EVENT, HI, NUM_DUE
 from kvcanary.kernels.replay_pass.events import replay_events_loops
+from kvcanary.recorder.state.history import ROW_END
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.header import StateTable, TraceHeader
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
+from kvcanary.replayer.executors.incremental.executor import IncrementalExecutor
 from kvcanary.replayer.run import event_replay
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.run.segment_stream import SegmentStream
@@ -92,6 +95,24 @@ def test_the_answer_is_that_without_the_pass(
     assert not taken
     assert answer(trace, tmp_path / "with") == expected
     assert sum(taken) >= CLEAN.get(name, 0.05) * sum(expected["events"].values())
+
+
+@pytest.mark.parametrize("name", ["clean_llama", "clean_hybrid", "simulated/clean_eagle"])
+def test_what_a_forward_wrote_is_watched_as_verified(name: str) -> None:
+    """Each row watches its entries to the end of what its last forward wrote."""
+    with ReplayRun(DATA / f"{name}.arrow", settings=ReplaySettings(executor="interval"), report=None) as run:
+        while run.step():
+            pass
+        executor = run.events.executor
+        assert isinstance(executor, IncrementalExecutor) and executor.history is not None
+        watched = 0
+        for group, states in zip(executor.header.groups, executor.watch.states, strict=True):
+            last = executor.history.rows.last[group.runner]
+            rows = np.flatnonzero(states.rows[: len(last), EVENT])
+            np.testing.assert_array_equal(states.rows[rows, HI], last[rows, ROW_END])
+            assert [np.count_nonzero(states.due[row]) for row in rows] == states.rows[rows, NUM_DUE].tolist()
+            watched += len(rows)
+        assert watched
 
 
 def test_columns_are_worked_out_by_who_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
