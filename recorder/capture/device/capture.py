@@ -142,6 +142,12 @@ class DeviceCapture:
                     model.begin()
                     model.end()
 
+    def prepare_for(self, given: ModelInput, attention: AttentionLens | None) -> None:
+        """Compile the kernels for the dtypes of these, of the first runner; nothing is captured."""
+        model = self._run_of(0, given, attention)
+        model.begin()
+        model.end()
+
     def reset(self) -> None:
         """Have the next forward's frame hold everything anew; any thread may ask."""
         self._reset = True

@@ -265,7 +265,8 @@ def _forwards(
             positions=forward.positions[tokens],
             out_cache_loc=tuple(slots[tokens] for slots in forward.out_cache_loc),
             written=tuple(slots[tokens] if slots.size else slots for slots in forward.written),
-            attention={name: lens[places] for name, lens in forward.attention.items()},
+            # Of slots that attention got otherwise there are none: such frames are of lengths alone.
+            attention={name: lens[places] for name, lens in forward.attention.items() if lens.size},
             changes={} if number else forward.changes,
             kv_changes=[] if number else forward.kv_changes,
         )

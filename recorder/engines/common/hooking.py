@@ -143,6 +143,47 @@ def wrap_method(owner: Any, name: str, hook: Hook, on_fault: OnFault, cost: Step
     return True
 
 
+def wrap_often(
+    owner: Any, name: str, before: Callable[..., Any], after: Callable[..., object], on_fault: OnFault
+) -> bool:
+    """As `wrap_method`, for what is called for each request in each step and mostly has nothing to say.
+
+    `before(*args)` gives a value; `after(value, result, *args)` is called if the result is true, or `before` gives another
+    value now.
+    """
+    original = getattr(owner, name, None)
+    if not callable(original):
+        return False
+
+    def report(error: Exception) -> None:
+        with contextlib.suppress(Exception):  # a log that cannot be written to must not fail the engine either
+            on_fault(name, error)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        value = None
+        try:
+            value = before(*args)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            report(error)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            if not hasattr(error, _SAID):
+                setattr(error, _SAID, True)
+                report(EngineError(f"the engine's function raised {type(error).__name__}"))
+            raise
+        try:
+            if result or before(*args) != value:
+                after(value, result, *args)
+        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
+            report(error)
+        return result
+
+    setattr(owner, name, watched)
+    return True
+
+
 def wrap_function(owner: Any, name: str, hook: Hook, on_fault: OnFault) -> None:
     """Put `hook` around a function of a class or module, which must have it; as a method it gets `self` too."""
     original = getattr(owner, name)

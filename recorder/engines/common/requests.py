@@ -36,7 +36,10 @@ class TokenList:
             longer = np.empty(max(total, 2 * self._tokens.size), np.int64)
             longer[: self._count] = self._tokens[: self._count]
             self._tokens = longer
-        self._tokens[self._count : total] = tokens
+        if len(tokens) == 1:  # quicker
+            self._tokens[self._count] = tokens[0]
+        else:
+            self._tokens[self._count : total] = tokens
         self._count = total
 
     def cut(self, count: int) -> None:

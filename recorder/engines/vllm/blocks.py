@@ -14,7 +14,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
-from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method
+from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method, wrap_often
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
@@ -97,19 +97,20 @@ class BlockHistory:
         pool = self._coordinator.block_pool
         for group in self._groups:
             manager = self._coordinator.single_type_managers[group.gid]
-            wrap(manager, "allocate_new_blocks", functools.partial(self._on_new, group))
+            # These are called for each request in each step.
+            new, filled = functools.partial(self._on_new, group), functools.partial(self._on_cache, group, manager)
+            wrap_often(manager, "allocate_new_blocks", _no_value, while_on(new), on_fault)
+            wrap_often(manager, "cache_blocks", functools.partial(_num_cached, manager), while_on(filled), on_fault)
             wrap(manager, "allocate_external_computed_blocks", functools.partial(self._on_external, group, manager))
             wrap(manager, "add_local_computed_blocks", functools.partial(self._on_hit, group, manager))
-            wrap(manager, "cache_blocks", functools.partial(self._on_cache, group, manager))
             wrap(manager, "free", functools.partial(self._on_free, group, manager))
-            wrap(manager, "remove_skipped_blocks", functools.partial(self._on_skip, group))
+            if group.window:
+                wrap(manager, "remove_skipped_blocks", functools.partial(self._on_skip, group))
         wrap(pool, "free_blocks", self._on_free_blocks)
         wrap(pool, "_maybe_evict_cached_block", self._on_evict)
         wrap(pool, "reset_prefix_cache", self._on_reset)
 
-    @around
-    def _on_new(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:
-        blocks = yield
+    def _on_new(self, group: VllmGroup, _: Any, blocks: Any, name: str, *_args: Any) -> None:
         self.record("alloc", group, _ids(blocks), name)
 
     @around
@@ -123,11 +124,8 @@ class BlockHistory:
         yield
         self.record("alloc", group, _ids(manager.req_to_blocks.get(name, ())), name, status=ALLOC_SHARED)
 
-    @around
-    def _on_cache(self, group: VllmGroup, manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> Around:
+    def _on_cache(self, group: VllmGroup, manager: Any, first: int, _: Any, request: Any, *_args: Any) -> None:
         name = request.request_id
-        first = manager.num_cached_block.get(name, 0)
-        yield
         blocks = manager.req_to_blocks.get(name, ())
         for place in range(first, min(manager.num_cached_block.get(name, 0), len(blocks))):
             block = blocks[place]
@@ -254,6 +252,15 @@ class BlockHistory:
         else:  # the cache has given up the block before: nothing is known of it
             previous[0] = 0
         return np.full(size, known.group, np.int64), slots, known.first + offsets, previous, offsets * 0 + int(locked)
+
+
+def _no_value(*_args: Any) -> None:
+    """Whether something happened is in the result."""
+
+
+def _num_cached(manager: Any, request: Any, *_args: Any) -> int:
+    """Return how many of a request's blocks the prefix cache knows."""
+    return int(manager.num_cached_block.get(request.request_id, 0))
 
 
 def _ids(blocks: Any) -> list[int]:

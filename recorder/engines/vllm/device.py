@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import AttentionLens, EngineTable
+from ....kernels.capture.frames import AttentionLens, EngineTable, ModelInput
 from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
 from ...capture.device.recorder import DeviceRecorder
-from ..common.requests import mode_by_lens
+from ..common.requests import TokenList, mode_by_lens
 from .layout import VllmGroup, VllmLayout, fed_otherwise
 from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
 
@@ -53,7 +53,7 @@ def block_tables(runner: Any, groups: Sequence[VllmGroup]) -> list[EngineTable]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DeviceStep:
     """What a step feeds the model, in the engine's own tensors; lengths that the host knows as arrays."""
 
@@ -119,6 +119,28 @@ def step_v2(output: Any, groups: Sequence[VllmGroup], batch: Any, slot_mappings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOfRows(BatchRequests):
+    """A forward's requests, with their rows `[bs]`."""
+
+    rows: Int64Array
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """What is known of a step's requests; kept for the next step, which mostly has the same with a token more each."""
+
+    names: tuple[str, ...]
+    extend: Int64Array  # [bs]
+    prefix: Int64Array  # [bs] of the step that it was last used for
+    requests: BatchOfRows
+    tokens: list[TokenList]
+    parts: tuple[ForwardPart, ...]
+    mode: str
+    whose: list[tuple[str, ...]]  # names of each forward's requests
+    there: Any  # [3, bs] rows, extend and prefix on the device
+
+
 class DeviceSteps:
     """Has the device capture a runner's steps."""
 
@@ -127,43 +149,89 @@ class DeviceSteps:
         self._groups = groups
         self._tables = tables
         self._device = tables[0].table.device
-        self._sent: tuple[bytes, Any] = (b"", None)  # what the host said of a batch, and that on the device
+        self._batch: Batch | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Compile what either runner needs before the engine waits for it."""
+        import torch
+
+        longs, ints = (torch.zeros(2, dtype=dtype, device=self._device) for dtype in (torch.int64, torch.int32))
+        lens = AttentionLens(seq_lens=ints, query_start_loc=ints, tables=True)
+        slots = longs[:0] if len(self._tables) == 1 else longs[:0].expand(len(self._tables), 0)
+        tokens = {"input_ids": ints, "positions": longs, "out_cache_loc": slots, "num_tokens": 0}
+        for prefix, minus in ((longs[:1], None), (ints[:1], longs[:1])):
+            given = ModelInput(rows=longs[:1], prefix=prefix, minus=minus, extend=longs[:1], **tokens)
+            self._recorder.capture.prepare_for(given, lens)
+
+    def goes_on(self, step: DeviceStep) -> bool:
+        """Say whether a step decodes the requests of the last one, of which nothing else has changed."""
+        batch = self._batch
+        return (
+            batch is not None
+            and batch.mode == "decode"
+            and not step.drafted
+            and batch.names == step.names
+            and bool((batch.extend == step.extend).all())
+        )
 
     def before(
-        self, step: DeviceStep, requests: Sequence[VllmRequest], attention: AttentionReader
+        self, step: DeviceStep, requests: Sequence[VllmRequest] | None, attention: AttentionReader
     ) -> list[tuple[int, tuple[str, ...]]]:
-        """Capture a step that is about to run; return the forwards that it is recorded as, and whose they are."""
-        parts = self._parts(step, requests)
-        rows = np.array([known.row for known in requests], np.int64)
-        there = self._on_device(
-            np.stack((rows, step.extend, step.prefix if step.prefix_there is None else step.extend))
-        )
-        extend = there[1] if step.extend_there is None else step.extend_there
+        """Capture a step that is about to run; return the forwards that it is recorded as, and whose they are.
+
+        `requests` are the step's, None if it goes on with the last one's.
+        """
+        batch = self._batch
+        new = requests is not None or batch is None
+        if requests is not None or batch is None:
+            batch = self._batch = self._batch_of(step, requests or ())
+        elif step.prefix_there is None and (step.prefix == batch.prefix + batch.extend).all():
+            batch.there[2].add_(batch.there[1])
+        elif step.prefix_there is None:
+            batch.there = self._on_device(batch.requests.rows, step)
+        batch.prefix = step.prefix
+        extend = batch.there[1] if step.extend_there is None else step.extend_there
         number = self._recorder.next_forward
         self._recorder.before_forward(
             DeviceForward(
-                mode=parts[0].mode,
+                mode=batch.mode,
                 runner=0,
-                rows=there[0],
-                prefix=there[2] if step.prefix_there is None else step.prefix_there,
+                rows=batch.there[0],
+                prefix=batch.there[2] if step.prefix_there is None else step.prefix_there,
                 minus=extend if step.with_extend else None,
                 extend=extend,
                 input_ids=step.input_ids,
                 positions=step.positions,
                 out_cache_loc=_in_one(step.written, step.num_tokens),
                 num_tokens=step.num_tokens,
-                requests=BatchRequests(
-                    ids=np.array([known.request_id for known in requests], np.int64),
-                    truth=[known.tokens for known in requests],
-                ),
-                truth_lens=[len(known.tokens) for known in requests],
-                parts=tuple(parts) if len(parts) > 1 else (),
+                requests=batch.requests,
+                truth_lens=[len(tokens) for tokens in batch.tokens],
+                parts=batch.parts,
                 attention=self._lens(step, attention),
-                new_rows=any(known.fresh for known in requests),
+                new_rows=new and any(known.fresh for known in requests or ()),
             )
         )
-        whose = [tuple(step.names[r] for r in part.requests) if len(parts) > 1 else step.names for part in parts]
-        return [(number + place, names) for place, names in enumerate(whose)]
+        return [(number + place, names) for place, names in enumerate(batch.whose)]
+
+    def _batch_of(self, step: DeviceStep, requests: Sequence[VllmRequest]) -> Batch:
+        parts = self._parts(step, requests)
+        whole = len(parts) == 1
+        rows = np.array([known.row for known in requests], np.int64)
+        tokens = [known.tokens for known in requests]
+        return Batch(
+            names=step.names,
+            extend=step.extend,
+            prefix=step.prefix,
+            requests=BatchOfRows(
+                ids=np.array([known.request_id for known in requests], np.int64), truth=tokens, rows=rows
+            ),
+            tokens=tokens,
+            parts=() if whole else tuple(parts),
+            mode=parts[0].mode if whole else "",
+            whose=[step.names if whole else tuple(step.names[r] for r in part.requests) for part in parts],
+            there=self._on_device(rows, step),
+        )
 
     def _parts(self, step: DeviceStep, requests: Sequence[VllmRequest]) -> list[ForwardPart]:
         """Return the step's forwards in order: a request that reads what others write in the step comes after them."""
@@ -177,17 +245,14 @@ class DeviceSteps:
             found.append(ForwardPart("target_verify" if drafted[mine[0]] else mode, mine))
         return found
 
-    def _on_device(self, columns: Int64Array) -> Any:
-        """Return columns `[n, bs]` on the device, without waiting; those of the last step again if they are the same."""
+    def _on_device(self, rows: Int64Array, step: DeviceStep) -> Any:
+        """Return rows, extend and prefix `[3, bs]` on the device, without waiting."""
         import torch
 
-        key = columns.tobytes()
-        if self._sent[0] != key:
-            here = torch.from_numpy(columns)
-            if self._device.type == "cuda":
-                here = here.pin_memory()
-            self._sent = (key, here.to(self._device, non_blocking=True))
-        return self._sent[1]
+        here = torch.from_numpy(np.stack((rows, step.extend, step.prefix)))
+        if self._device.type == "cuda":
+            here = here.pin_memory()
+        return here.to(self._device, non_blocking=True)
 
     def _lens(self, step: DeviceStep, attention: AttentionReader) -> AttentionLens | None:
         """Return the lengths that all recorded layers get, None if they do not get the same, or it is not known."""

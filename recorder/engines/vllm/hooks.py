@@ -27,7 +27,7 @@ _TORN: Final = "a trace may be torn at the engine's exit (kvcanary recover)"
 _WARM_UP: Final = "what the engine runs to warm up may be recorded as its first requests"
 _V1, _V2, _SCHEDULER = f"{RUNNER_V1}:GPUModelRunner", f"{RUNNER_V2}:GPUModelRunner", f"{SCHEDULER}:Scheduler"
 
-# Seen in 0.32.0; the V2 runner's were read off its source and are untested.
+# Seen in 0.32.0.
 TARGETS: Final = (
     *(Target("runner", _NOTHING, (f"{runner}.initialize_kv_cache",), essential=True) for runner in (_V1, _V2)),
     *(Target("execute", _NOTHING, (f"{runner}.execute_model",), essential=True) for runner in (_V1, _V2)),

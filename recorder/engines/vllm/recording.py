@@ -1,6 +1,7 @@
 """One vLLM runner's recording: what its steps, its requests and its scheduler's blocks mean in the recorder's words."""
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,8 @@ class VllmRecording:
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
         self._prepared: DeviceStep | None = None  # a step whose metadata are not made yet
+        self._ran: list[VllmRequest] = []  # the requests of the last step on the device
+        self._requests_changed = False  # since that: one has come, gone, or has other tokens or another row
         for note in (*layout.notes, *notes):
             logger.info("kvcanary: %s", note)
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
@@ -127,6 +130,7 @@ class VllmRecording:
         """Return a request of the engine's; a new one is recorded."""
         known, new = self.requests.see(name)
         if new:
+            self._requests_changed = True
             known.prompt_len = prompt_len
             identity = identity_of(request)
             self.recorder.request(request_id=known.request_id, name=name, prompt_len=prompt_len, identity=identity)
@@ -154,6 +158,7 @@ class VllmRecording:
                     self._begin_request(name, getattr(runner, "requests", {}).get(name))
 
     def _begin_request(self, name: str, request: Any, tokens: Any = None) -> None:
+        self._requests_changed = True
         prompt, unknown = prompt_of(request)
         known = self.see(name, prompt.size, request)
         known.prompt_len, known.unknown = prompt.size, unknown
@@ -175,26 +180,31 @@ class VllmRecording:
 
     def _see_cached(self, cached: Any) -> None:
         """Take over the tokens that the scheduler sends along: of resumed requests, and to the ranks that do not sample."""
+        resumed_ids, counts = cached.resumed_req_ids, getattr(cached, "num_output_tokens", None)
+        all_tokens, sent_tokens = getattr(cached, "all_token_ids", None) or {}, cached.new_token_ids
+        all_blocks = (getattr(cached, "new_block_ids", None) or ()) if self.on_device is not None else ()
         for place, name in enumerate(cached.req_ids):
             known = self.requests.get(name)
             if known is None:
                 continue
-            if self.history is None and name in cached.resumed_req_ids and known.row:
-                self._give_row_back(known, "retracted")
-            resumed = name in cached.resumed_req_ids
-            known.fresh |= resumed
-            if self.on_device is not None:
-                blocks = getattr(cached, "new_block_ids", None)
-                known.got_blocks(blocks[place] if blocks else None, anew=resumed)
-            tokens = (getattr(cached, "all_token_ids", None) or {}).get(name)
+            resumed = name in resumed_ids
+            if resumed:
+                self._requests_changed = True
+                if self.history is None and known.row:
+                    self._give_row_back(known, "retracted")
+                known.fresh = True
+            if all_blocks and (resumed or all_blocks[place]):
+                known.got_blocks(all_blocks[place], anew=resumed)
+            tokens = all_tokens.get(name)
             if tokens is not None:
+                self._requests_changed = True
                 known.begin(tokens)
                 continue
             # A load that failed takes back what was sampled on top of it.
-            counts = getattr(cached, "num_output_tokens", None)
-            if counts:
+            if counts and known.prompt_len + counts[place] < len(known.tokens):
+                self._requests_changed = True
                 known.cut(known.prompt_len + counts[place])
-            sent = cached.new_token_ids[place] if cached.new_token_ids else ()
+            sent = sent_tokens[place] if sent_tokens else ()
             if len(sent) and len(known.tokens) == cached.num_computed_tokens[place]:
                 known.tokens.append(sent)
 
@@ -217,9 +227,15 @@ class VllmRecording:
         if self.on_device is None:
             return
         self._prepared = None
-        running = self._running(step.names)
+        running: list[VllmRequest] | None = None
+        if self._requests_changed or not self.on_device.goes_on(step):
+            for known in self._ran:  # the steps that went on with them have not said so
+                if known.row and self.requests.get(known.name) is known:
+                    self.requests.run(known, self._step - 1)
+            self._ran = running = self._running(step.names)
+            self._requests_changed = False
         self.forwards += self.on_device.before(step, running, self.attention)
-        for known in running:
+        for known in running or ():
             known.fresh = False
         self._open = True
 
@@ -247,7 +263,8 @@ class VllmRecording:
         """Record what attention gets in the step that has begun, if its metadata are made after that: the V2 runner's."""
         metadata = yield
         if self._prepared is not None:
-            self.capture(dataclasses.replace(self._prepared, given=metadata))
+            self._prepared.given = metadata
+            self.capture(self._prepared)
             return
         step = self._now
         if self._open and step is not None:
@@ -320,17 +337,17 @@ class VllmRecording:
         tokens = result.sampled_token_ids
         if tokens is None or not len(tokens):
             return
-        by_name = {name: [int(t) for t in tokens[i]] for i, name in enumerate(result.req_ids) if i < len(tokens)}
+        by_name = dict(zip(result.req_ids, tokens, strict=False))
         with self.requests.lock:
             for forward, names in forwards:
-                sampled = [by_name.get(name, []) for name in names]
+                sampled = [by_name.get(name, ()) for name in names]
                 for name, new in zip(names, sampled, strict=True):
                     known = self.requests.get(name)
-                    if known is not None and new:
+                    if known is not None and len(new):
                         known.tokens.append(new)
-                lens = np.array([len(new) for new in sampled], np.int64)
+                lens = np.fromiter(map(len, sampled), np.int64, len(sampled))
                 if lens.any():
-                    flat = np.array([token for new in sampled for token in new], np.int64)
+                    flat = np.fromiter(itertools.chain.from_iterable(sampled), np.int64, int(lens.sum()))
                     self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens)
 
     def left(self, name: str, status: RequestStatus) -> None:
@@ -345,6 +362,7 @@ class VllmRecording:
     def _give_row_back(self, known: VllmRequest, status: RequestStatus) -> None:
         self.recorder.request_status(request_id=known.request_id, status=status, row=known.row or -1)
         self.requests.give_row_back(known)
+        self._requests_changed = True
 
 
 def on_gpu(runner: Any) -> bool:

@@ -278,7 +278,7 @@ def read_v1(
 def read_v2(
     runner: Any, output: Any, groups: Sequence[VllmGroup], batch: Any, block_tables: Any, slot_mappings: Any
 ) -> Step:
-    """Read the same of the V2 runner, out of its `InputBatch` and what `prepare_attn` returns; untested on an engine."""
+    """Read the same of the V2 runner, out of its `InputBatch` and what `prepare_attn` returns."""
     names = tuple(batch.req_ids)
     bs, total = len(names), int(batch.num_tokens)
     extend = own_int64(batch.num_scheduled_tokens[:bs])

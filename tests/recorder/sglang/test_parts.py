@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvcanary.recorder.capture.host_arrays import own_int64
 from kvcanary.recorder.engines.common import hooking, step_cost
-from kvcanary.recorder.engines.common.hooking import Target, around, beside, harmless, wrap_method
+from kvcanary.recorder.engines.common.hooking import Target, around, beside, harmless, wrap_method, wrap_often
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
 from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
@@ -167,6 +167,35 @@ def test_each_hook_adds_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     harmless(on_b, lambda *_: None, cost)(lambda: None)
     cost.next_step(mode, 1)
     assert cost.summary()["by_hook"] == {"DECODE 1": {"on_a before": 5, "on_a after": 7, "others": 4}}
+
+
+def test_what_is_called_often_is_looked_at_when_something_happened() -> None:
+    told: list[Any] = []
+    owner = SimpleNamespace(count=0, step=lambda grow, result: setattr(owner, "count", owner.count + grow) or result)
+    assert wrap_often(owner, "step", lambda *_: owner.count, lambda *seen: told.append(seen), lambda *_: None)
+    assert owner.step(0, None) is None
+    assert told == []
+    owner.step(2, None)
+    assert owner.step(0, [7]) == [7]
+    assert told == [(0, None, 2, None), (2, [7], 0, [7])]
+
+
+def test_what_is_called_often_never_raises_its_own_and_says_what_the_engine_raised() -> None:
+    faults: list[Any] = []
+
+    def fail(*_: Any) -> None:
+        raise KeyError("ours")
+
+    def failing(*_: Any) -> None:
+        raise ValueError("the engine's")
+
+    owner = SimpleNamespace(good=lambda: [1], bad=failing)
+    wrap_often(owner, "good", fail, fail, lambda name, error: faults.append((name, type(error).__name__)))
+    wrap_often(owner, "bad", lambda: 0, fail, lambda name, error: faults.append((name, type(error).__name__)))
+    assert owner.good() == [1]
+    with pytest.raises(ValueError, match="the engine's"):
+        owner.bad()
+    assert faults == [("good", "KeyError"), ("good", "KeyError"), ("bad", "EngineError")]
 
 
 def test_wrap_method_says_whether_there_is_one() -> None:

@@ -49,13 +49,14 @@ CONTEXT = SimpleNamespace(attn_metadata=None, slot_mapping=None)
 
 class GPUModelRunner:
     on_attention: Any = None
+    own_tables = True  # attention's metadata have block tables of their own
 
     def __init__(self, specs: list[KVCacheSpec], num_blocks: int, *, use_async: bool = False) -> None:
         self.use_async = use_async
         self.layers: dict[str, Any] = {}
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=2, rank=1),
-            scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS),
+            scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS, async_scheduling=use_async),
             model_config=SimpleNamespace(model="some/tiny", dtype=torch.float32, max_model_len=WIDTH),
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,
@@ -105,7 +106,7 @@ class GPUModelRunner:
             name: SimpleNamespace(
                 seq_lens=seq_lens,
                 query_start_loc=query_start_loc,
-                block_table=table.block_table.gpu[:bs].clone(),
+                block_table=table.block_table.gpu[:bs].clone() if self.own_tables else table.block_table.gpu[:bs],
             )
             for group, table in zip(self.groups, self.input_batch.block_table, strict=True)
             for name in group.layer_names

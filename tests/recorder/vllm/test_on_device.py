@@ -1,6 +1,7 @@
 """An engine of vLLM's shape whose steps the device's kernels capture, here in Triton's interpreter: nobody waits for it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.vllm import kv, recording
 from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 
 from ...support.one_trace import events, verdict
 from . import fake_engine
@@ -38,6 +40,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         both[block, :, tokens + offset] = value
 
     monkeypatch.setattr(fake_engine.Attention, "do_kv_cache_update", plain)
+    monkeypatch.setattr(fake_engine.GPUModelRunner, "own_tables", False)
     monkeypatch.setattr(kv, "stored_plainly", lambda *_: {"K", "V"})
     monkeypatch.setattr(recording, "on_gpu", lambda _: True)
     monkeypatch.setattr(model_forward, "PROGRAMS", 6)  # the interpreter runs one program after another
@@ -63,12 +66,12 @@ def test_it_is_recorded_without_a_wait(tmp_path: Path, monkeypatch: pytest.Monke
     assert kinds["free"]
     assert kinds["sweep"]
     forwards = [event for event in told if event.kind == "forward"]
-    assert all(event.scalar("attention_watched") for event in forwards)
+    assert all(event.scalar("attention_watched") == ATTENTION_LENS | ATTENTION_SLOTS for event in forwards)
     assert all(event.scalar("kv_watched") for event in forwards)
 
 
 def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
+    found, cells = {}, {}
     for device in (True, False):
         monkeypatch.setattr(recording, "on_gpu", lambda _, device=device: device)
         folder = tmp_path / str(device)
@@ -76,6 +79,8 @@ def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
             attachment = hooked(patch, RecordingSettings(folder=folder))
             serve(specs=[FullAttentionSpec(), SlidingWindowSpec()], num_blocks=26, budget=40)
             assert not attachment.off
+        # Of a step that is recorded as several forwards, the device puts all table entries into the first.
+        cells[device] = Counter(cell for event in events(folder)[1] for cell in table_cells(event))
         found[device] = [
             {name: event.ints(name).tolist() for name in COLUMNS} | {"content": event.bytes("kv_bytes").tobytes()}
             for event in events(folder)[1]
@@ -84,12 +89,32 @@ def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(found[True]) == len(found[False])
     for mine, other in zip(found[True], found[False], strict=True):
         assert mine == other
+    assert cells[True] == cells[False]
+    assert len(cells[True]) > 20
+
+
+def table_cells(event: Any) -> Iterator[tuple[int, ...]]:
+    """Yield table, row, position and slot of each table entry that an event changes."""
+    slots = iter(event.ints("table_slots").tolist())
+    runs = (event.ints(f"table_{name}").tolist() for name in ("index", "row", "start", "count"))
+    for table, row, start, count in zip(*runs, strict=True):
+        yield from ((table, row, start + i, next(slots)) for i in range(count))
 
 
 COLUMNS = (
     *("req_pool_indices", "prefix_lens", "extend_lens", "input_ids", "positions", "out_cache_loc", "truth_lens"),
     *("attention_seq_lens", "attention_query_lens"),
 )
+
+
+def test_of_attention_that_has_tables_of_its_own_the_slots_are_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_engine.GPUModelRunner, "own_tables", True)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve()
+    told = [event for event in events(tmp_path)[1] if event.kind == "forward"]
+    assert {event.scalar("attention_watched") for event in told} == {ATTENTION_LENS}
 
 
 def test_a_byte_that_nobody_wrote_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

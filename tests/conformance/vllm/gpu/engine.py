@@ -76,7 +76,7 @@ def engine_of(run: dict, **more: object) -> object:
         "async_scheduling": run["asynchronous"],
         "num_gpu_blocks_override": run["blocks"],
         "gpu_memory_utilization": 0.02,
-        "kv_cache_memory_bytes": 1 << 30,
+        "kv_cache_memory_bytes": 1 << 28,
         "disable_log_stats": True,
     }
     return LLM(**(arguments | options | more))

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,22 +24,23 @@ LLAMA_8B = {
     "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
-REQUESTS, PROMPT, SHORT, LONG, ROUNDS = 32, 512, 8, 136, 12
+HOOKS = ("begin_step", "capture", "after_model", "sampled", "before_model")
+REQUESTS, PROMPT, SHORT, LONG, ROUNDS = 32, 512, 8, 136, 8
 
 seconds: Counter[str] = Counter()
 calls: Counter[str] = Counter()
 
 
-def timed(owner: object, name: str) -> None:
-    """Take the time of a method of the recorder's on the engine's threads."""
+def timed(owner: object, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Take the time of a method of the recorder's."""
     original = getattr(owner, name)
 
     def timing(*args: object, **kwargs: object) -> object:
-        began = time.perf_counter()
+        began = clock()
         try:
             return original(*args, **kwargs)
         finally:
-            seconds[name] += time.perf_counter() - began
+            seconds[name] += clock() - began
             calls[name] += 1
 
     setattr(owner, name, timing)
@@ -59,12 +61,14 @@ def main() -> None:
         "max_num_batched_tokens": 4096,
         "num_gpu_blocks_override": None,
     }
-    llm = engine_of(run, model=str(model), kv_cache_memory_bytes=4 << 30, **more)
+    llm = engine_of(run, model=str(model), kv_cache_memory_bytes=7 << 29, **more)
     if run["base"]:
+        from kvcanary.recorder.capture.device.recorder import DeviceRecorder
         from kvcanary.recorder.engines.vllm.recording import VllmRecording
 
-        for name in ("begin_step", "capture", "after_model", "sampled", "before_model"):
+        for name in HOOKS:
             timed(VllmRecording, name)
+        timed(DeviceRecorder, "_record", time.thread_time)
     rng = random.Random(1)
     prompts = [{"prompt_token_ids": [rng.randrange(3, 500) for _ in range(PROMPT)]} for _ in range(REQUESTS)]
     tokens = []
@@ -82,7 +86,7 @@ def main() -> None:
     (folder / f"ready-{number}").touch()
     while not (folder / "go").exists() or not all((folder / f"ready-{n}").exists() for n in range(count)):
         time.sleep(0.05)
-    turn, steps = folder / "turn", []
+    turn, steps, busy = folder / "turn", [], []
     for round_number in range(run.get("rounds", ROUNDS)):
         mine = round_number * count + number
         while not turn.exists() or not turn.read_text() or int(turn.read_text()) != mine:
@@ -91,15 +95,19 @@ def main() -> None:
                 turn.write_text("0")
         seconds.clear()
         calls.clear()
-        short, long = generate(SHORT), generate(LONG)
+        short, began = generate(SHORT), time.thread_time()
+        long = generate(LONG)
+        busy.append((time.thread_time() - began) / LONG * 1e6)
         steps.append((long - short) / (LONG - SHORT) * 1e3)
+        cost = {name: seconds[name] / max(calls["begin_step"], 1) * 1e6 for name in seconds}
+        background = cost.pop("_record", 0.0)
+        told = {"steps_ms": steps, "tokens": tokens[-1], "engine_thread_us": cost, "calls": dict(calls)}
+        told |= {"main_thread_cpu_us": busy, "background_cpu_us": background}
+        (place / "overhead.json").write_text(json.dumps(told))
         following = folder / f"turn-{number}"
         following.write_text(str(mine + 1))
         following.rename(turn)
-    cost = {name: seconds[name] / max(calls["begin_step"], 1) * 1e6 for name in seconds}
-    told = {"steps_ms": steps, "tokens": tokens[-1], "engine_thread_us": cost, "calls": dict(calls)}
-    (place / "overhead.json").write_text(json.dumps(told))
-    print(run["name"], steps, cost, flush=True)
+    print(run["name"], steps, cost, background, busy, flush=True)
     llm.llm_engine.engine_core.shutdown()
 
 
