@@ -55,8 +55,10 @@ def guarded(
 
     @functools.wraps(method)
     def call(self: _R, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if self._off or os.getpid() != self._pid:  # a forked child may not even take the lock
-            self.wrong_call(f"{method.__name__}() was called, but the recorder is off: {self._off or 'a forked child'}")
+        if os.getpid() != self._pid:  # a forked child may not even take the lock
+            return
+        if self._off:
+            self.wrong_call(f"{method.__name__}() was called, but the recorder is off: {self._off}")
             return
         begin, before = time.perf_counter_ns(), self._engine_thread_ns
         try:

@@ -1,6 +1,7 @@
 """A strict recorder: a wrong call raises and says which field it was and what was expected."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,13 @@ def test_in_production_a_second_before_forward_is_noted_and_a_late_call_does_not
     recorder.mark("late")
     notes = [event.scalar("note") for event in read_trace(tmp_path / "trace.arrow") if event.kind == "forward"]
     assert notes == ["the engine did not call after_forward()", "recording ended during this forward"]
+
+
+def test_a_forked_child_is_nobodys_wrong_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = toy_engine(tmp_path / "trace.arrow", strict=True).recorder
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        recorder.mark("of a child")
+        recorder.after_forward()
+    recorder.close()
+    assert not any(event.kind == "mark" for event in read_trace(tmp_path / "trace.arrow"))
