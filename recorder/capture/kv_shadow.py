@@ -51,13 +51,8 @@ class GroupKvShadow:
 
         Returns `(stream, slots [n] int64, bytes [n, capture_bytes] uint8)` for each stream with a change.
         """
-        pool, backend = self._tiers[TIER_POOL], self._backend
-        if not self.group.slot_shift and all(  # which is nearly always plain
-            isinstance(source, KvSource)
-            and not on_device(source)
-            and kv_same(source=source, slots=read, shadow=content, known=pool.known, backend=backend)
-            for source, content in zip(self.sources, pool.content, strict=True)
-        ):
+        pool = self._tiers[TIER_POOL]
+        if self._plainly_same(read):
             return []
         read = read[(read > 0) & (read < pool.known.size)]
         read = read[(pool.known[read] != 0) & ~np.isin(read, written)]
@@ -69,6 +64,24 @@ class GroupKvShadow:
             if changed.any():
                 found.append((stream, slots[changed], content[changed]))
         return found
+
+    def _plainly_same(self, read: Int64Array) -> bool:
+        """Say whether compiled loops see that nothing differs, which is nearly always so."""
+        pool, shift = self._tiers[TIER_POOL], self.group.slot_shift
+        first = np.full(shift, shift, np.int64)  # the engine's slot 0, which the loops take for padding
+        return all(
+            isinstance(source, KvSource)
+            and not on_device(source)
+            and kv_same(
+                source=source,
+                slots=read - shift if shift else read,
+                shadow=content[shift:],
+                known=pool.known[shift:],
+                backend=self._backend,
+            )
+            and not ((self.gather(stream, first) != content[first]).any(axis=1) & (pool.known[first] != 0)).any()
+            for stream, (source, content) in enumerate(zip(self.sources, pool.content, strict=True))
+        )
 
     def store_change(self, stream: int, slots: Int64Array, content: ByteArray) -> None:
         """Store the bytes of an accepted event's observed change."""
@@ -214,7 +227,11 @@ def _overlap(one: Source, other: Source) -> bool:
 
 def _host_view(source: Source) -> Source:
     """Return the source over a numpy view of the same memory, if that memory is the host's."""
-    return source if isinstance(source, KvTensor) else dataclasses.replace(source, tensor=on_host(source.tensor))
+    return (
+        source.as_source()
+        if isinstance(source, KvTensor)
+        else dataclasses.replace(source, tensor=on_host(source.tensor))
+    )
 
 
 def of_runner(groups: list[GroupKvShadow], runner: int) -> list[tuple[int, GroupKvShadow]]:

@@ -60,7 +60,8 @@ class SlotNumbers:
             return slots
         group = self._groups[number]
         found = np.where(slots < 0, slots, slots + slot_shift(group))
-        found[np.isin(slots, group.padding_slots)] = 0
+        if group.padding_slots:
+            found[np.isin(slots, group.padding_slots)] = 0
         return found
 
     def of_table(self, number: int, slots: Int64Array) -> Int64Array:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.kv_tensor import KvTensor
 
 from ..support.engines.documented_engine import judged, printed_code, run_code, run_requests
@@ -55,6 +56,26 @@ def test_an_offset_a_short_token_and_several_layers() -> None:
         for row, slot in ((1, 0), (2, 23)):
             held = found[row, 16 * layer : 16 * layer + 16].view(np.int8)
             assert held.tolist() == [*(tokens[slot].reshape(-1) + layer).tolist(), 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_what_lies_slot_by_slot_is_a_plain_source_of_the_same_memory(kind: str) -> None:
+    pool = np.zeros((SLOTS, HEADS, 16), np.float32)
+    given = torch.from_numpy(pool) if kind == "torch" else pool
+    source = KvTensor(tensor=given, axes="slot head dim").as_source()
+    assert isinstance(source, KvSource)
+    pool[5] = 1.5
+    np.testing.assert_array_equal(source.tensor[5].view(np.float32), 1.5)
+    blocks = KvTensor(tensor=given.reshape(-1, BLOCK, HEADS, 16), axes="block slot head dim").as_source()
+    assert isinstance(blocks, KvSource)
+    assert (blocks.page_size, blocks.num_slots, blocks.bytes_per_token) == (BLOCK, SLOTS, HEADS * 64)
+    for other, axes in (
+        (given[:, :, :10], "slot head dim"),  # not packed
+        (given.reshape(HEADS, SLOTS, 16), "head slot dim"),
+        (given[:, 0, :2], "slot dim"),
+        ((given, given[:]), "slot head dim"),
+    ):
+        assert isinstance(KvTensor(tensor=other, axes=axes).as_source(), KvTensor)
 
 
 @pytest.mark.parametrize(
