@@ -117,7 +117,7 @@ def test_a_damaged_header_is_read_from_the_footer(traces):
 def test_a_schema_message_that_swallows_batches(traces):
     path = traces.write(batches=(2, 1))
     data = bytearray(path.read_bytes())
-    data[13] ^= 32  # its metadata length, 8,192 bytes more
+    data[12:16] = (int.from_bytes(data[12:16], "little") + 8192).to_bytes(4, "little")  # its metadata length
     path.write_bytes(data)
     batches, gaps, complete = traces.read(path)
     assert [batch.num_events for batch in batches] == [2, 1]
