@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .analysis.store.session import SqlSession, open_report, open_traces
     from .kernels.ops.hash.kv_source import KvSource
     from .recorder.capture.device.recorder import DeviceRecorder
+    from .recorder.capture.engine_events import IdentityValue
     from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
     from .recorder.capture.kv_tensor import KvTensor
     from .recorder.capture.paged import BlockUse, PagedRecorder
@@ -44,6 +45,7 @@ EXPORTS: Final = {
     "DeviceRecorder": "recorder.capture.device.recorder",
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",
+    "IdentityValue": "recorder.capture.engine_events",
     "KvSource": "kernels.ops.hash.kv_source",
     "KvStream": "recorder.trace.header",
     "KvTensor": "recorder.capture.kv_tensor",
@@ -81,6 +83,7 @@ __all__ = [
     "DeviceRecorder",
     "EngineInfo",
     "ForwardInput",
+    "IdentityValue",
     "KvSource",
     "KvStream",
     "KvTensor",
