@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.replayer.cli.replay import replay_command
-from kvcanary.replayer.executors.incremental.planning import IncrementalPlanner
+from kvcanary.replayer.executors.incremental.executor import IncrementalPlanner
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .shapes import SHAPES
