@@ -55,11 +55,9 @@ def replay_child(todo: dict[str, Any]) -> dict[str, Any]:
 def stretches_child(todo: dict[str, Any]) -> dict[str, Any]:
     """Replay a recording's segments in several workers; seconds are those of the replay, `whole` has the workers' start."""
     from kvcanary.recorder.trace.recordings import group_recordings
-    from kvcanary.replayer.workers.group_replay import GroupTask
-    from kvcanary.replayer.workers.jobs import Job, plan_jobs
-    from kvcanary.replayer.workers.joining import joined_results
+    from kvcanary.replayer.workers.group_replay import GroupTask, joined_results
+    from kvcanary.replayer.workers.jobs import Job, plan_jobs, shared_out
     from kvcanary.replayer.workers.pool import replay_in_workers
-    from kvcanary.replayer.workers.sharing import shared_out
 
     task = GroupTask(settings=settings_of(todo), explicit=True, all_there=True)
     with tempfile.TemporaryDirectory() as folder:

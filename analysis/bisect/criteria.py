@@ -12,10 +12,9 @@ from ...recorder.errors import TraceError
 from ...recorder.trace.reader import TraceReader
 from ...recorder.trace.recordings import group_recordings
 from ...replayer.checks import FINDING_KINDS
-from ...replayer.report.summary import Summary
+from ...replayer.report.summary import Summary, Verdict
 from ...replayer.run.replay import replay_joined
 from ...replayer.run.settings import ReplaySettings
-from ...replayer.run.verdict import Verdict
 from ..diff.compare import diff_traces
 from ..diff.result import DIFFERENT, SAME
 from ..diff.settings import DiffSettings

@@ -11,7 +11,7 @@ import duckdb
 from ...recorder.errors import TraceError
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.recordings import group_recordings, recording_name, traces_in
-from ...replayer.run.segment_stream import SegmentStream
+from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
 from ..store.live import private_folder, quoted
 from ..store.session import connect

@@ -16,7 +16,7 @@ from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceGap
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
-from ...replayer.run.segment_stream import SegmentStream
+from ...replayer.run.streams import SegmentStream
 from .comparability import ComparedGroup
 from .facts import DRAFT, GUESS, SETTLED, Sinks
 from .names import NEVER, PADDED, UNKNOWN, Reading, SlotNames, through, token_words

@@ -22,7 +22,7 @@ from ...recorder.trace.reader import TraceGap
 from ...recorder.trace.schema import trace_schema
 from ...replayer.report.findings import ADDED_COLUMNS, FINDING_SCHEMA
 from ...replayer.report.violations import VIOLATION_SCHEMA
-from ...replayer.run.segment_stream import SegmentStream
+from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
 from ..incidents.finding import incidents_fit
 from ..incidents.schema import INCIDENT_SCHEMA, MEMBER_SCHEMA

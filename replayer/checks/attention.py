@@ -1,5 +1,7 @@
 """What attention reads is not what the block table and the batch have."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ...kernels.arrays import Int64Array
@@ -23,17 +25,14 @@ class WrongWindow(HistoryCheck):
     finds = "a forward reads fewer or more positions of its prefix than its pool group's window has"
     covered = Covered.COMPILED  # which stops in front of a forward that has such a read
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request that reads other positions than its group's window."""
-        forward, findings = view.forward, []
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request that reads other positions than its group's window."""
+        forward = view.forward
         for group, request, start, count in () if forward.windows is None else forward.windows.tolist():
             window, prefix = self.history.header.groups[group].window, int(forward.prefix_lens[request])
-            detail = (
-                f"reads positions {start} to {start + count - 1} of a prefix of {prefix}, the window of {window} begins at "
-                f"{max(prefix - window, 0)}"
-            )
-            findings.append(self.of_request(forward, request, detail, group=group, position=start))
-        return findings
+            detail = f"reads positions {start} to {start + count - 1} of a prefix of {prefix}, the window of {window} begins at "
+            detail += str(max(prefix - window, 0))
+            yield self.of_request(forward, request, detail, group=group, position=start)
 
 
 @register
@@ -48,12 +47,12 @@ class AttentionLens(HistoryCheck):
     finds = "attention reads more or less than a request has, or computes other query tokens than it adds"
     covered = Covered.COMPILED
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request of which attention got another length."""
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request of which attention got another length."""
         forward, got = view.forward, view.forward.attention
         derived = self.history.header.runners[forward.runner].derived
         if got is None or "prefix_lens" in derived or "extend_lens" in derived:
-            return []
+            return
         extend = np.maximum(forward.extend_lens, 0)
         end = forward.prefix_lens + extend
         unknown = np.full(len(end), -1, np.int64)
@@ -61,16 +60,13 @@ class AttentionLens(HistoryCheck):
         query_lens = got.query_lens if len(got.query_lens) else unknown
         longer = (seq_lens >= 0) & (seq_lens != end)
         wrong = (longer | ((query_lens >= 0) & (query_lens != extend))) & (forward.req_pool_indices != 0)
-        findings = []
         for r in np.flatnonzero(wrong).tolist():
             prefix, added = int(forward.prefix_lens[r]), int(extend[r])
-            did = f"computed {int(query_lens[r]):,} query tokens"
+            did, position = f"computed {int(query_lens[r]):,} query tokens", prefix
             if longer[r]:
-                did = f"read {int(seq_lens[r]):,} tokens"
+                did, position = f"read {int(seq_lens[r]):,} tokens", min(prefix + added, int(seq_lens[r]))
             detail = f"attention {did}, the request has {prefix:,} cached and {added:,} new"
-            position = min(prefix + added, int(seq_lens[r])) if longer[r] else prefix
-            findings.append(self.of_request(forward, r, detail, position=position))
-        return findings
+            yield self.of_request(forward, r, detail, position=position)
 
 
 @register
@@ -86,7 +82,7 @@ class AttentionSlots(HistoryCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request of which attention got other slots."""
+        """Find each request of which attention got other slots."""
         got = view.forward.attention
         if (got is None or not len(got.slots)) and not len(self.repeats):
             return []
@@ -105,11 +101,8 @@ class AttentionSlots(HistoryCheck):
 
         def explain(n: int) -> Explained:
             slot, position = int(got.slots[wrong[n]]), got.positions[wrong[n]]
-            what = (
-                "the block table has"
-                if position < forward.prefix_lens[got.requests[wrong[n]]]
-                else "this forward writes"
-            )
+            cached = position < forward.prefix_lens[got.requests[wrong[n]]]
+            what = "the block table has" if cached else "this forward writes"
             holder, events, cause = self._who_has(index, slot)
             return f"attention got slot {slot}{holder}, {what} {int(expected[n])}", events, cause
 

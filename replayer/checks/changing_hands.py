@@ -27,13 +27,14 @@ class SlotOutOfPool(HistoryCheck):
     covered = Covered.COMPILED
     events = frozenset(_CHANGES)
 
-    def event(self, view: EventView) -> list[Finding]:
-        """Return a finding for each group that does not have slots which the event names."""
+    def event(self, view: EventView) -> Iterator[Finding]:
+        """Find each group that does not have slots which the event names."""
         event, groups = self.history.known, self.history.header.groups
-        if not isinstance(event, SlotEvent):
-            return []
-        sizes = [f"{_CHANGES[view.kind]}, the pool has {group.num_slots} slots" for group in groups]
-        return [self.of_slots(event, p.group, p.beyond, sizes[p.group]) for p in event.parts if len(p.beyond)]
+        if isinstance(event, SlotEvent):
+            for part in event.parts:
+                if len(part.beyond):
+                    detail = f"{_CHANGES[view.kind]}, the pool has {groups[part.group].num_slots} slots"
+                    yield self.of_slots(event, part.group, part.beyond, detail)
 
 
 @register
@@ -144,19 +145,19 @@ class SlotLeaked(HistoryCheck):
     events = frozenset({"status"})
     needs_complete = True
 
-    def event(self, view: EventView) -> list[Finding]:
-        """Return a finding for each group in which a request that leaves still holds slots."""
+    def event(self, view: EventView) -> Iterator[Finding]:
+        """Find each group in which a request that leaves still holds slots."""
         event = self.history.known
-        if not isinstance(event, StatusEvent) or event.status == "admitted":
-            return []
-        name = self.history.request_table.name(event.request_id)
-        return self._held(event, f"request {name} is {event.status} and still holds it", Cause("request_left"))
+        if isinstance(event, StatusEvent) and event.status != "admitted":
+            name = self.history.request_table.name(event.request_id)
+            detail = f"request {name} is {event.status} and still holds it"
+            yield from self._held(event, detail, Cause("request_left"))
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request whose row dropped slots in its forward before that it still holds."""
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request whose row dropped slots in its forward before that it still holds."""
         history, forward = self.history, view.forward
-        findings = [
-            self.of_request(
+        for r, one in history.dropped.still_held(forward, history.ledger):
+            yield self.of_request(
                 forward,
                 r,
                 "still holds a slot that its row no longer names",
@@ -166,31 +167,24 @@ class SlotLeaked(HistoryCheck):
                 events=[one.event, int(one.alloc[0]) - 1],
                 cause=Cause("row_moved_on"),
             )
-            for r, one in history.dropped.still_held(forward, history.ledger)
-        ]
         for group in view.groups:
             tokens = history.tokens(view)
             history.dropped.note(forward, tokens, group.pool, group.written, view.tables, history.ledger)
-        return findings
 
-    def finish(self) -> list[Finding]:
-        """Return a finding for each request that is gone and was given slots afterwards."""
-        history, findings = self.history, []
-        for request_id in sorted(set(history.ledger.held_by) & set(history.ended)):
-            gone = StatusEvent(event=history.ended[request_id], time_ns=0, status="gone", request_id=request_id, row=-1)
-            detail = (
-                f"was given to request {history.request_table.name(request_id)}, which was gone, and never given back"
-            )
-            findings += self._held(gone, detail, Cause("given_after_end"))
-        return findings
+    def finish(self) -> Iterator[Finding]:
+        """Find each request that is gone and was given slots afterwards."""
+        ended, names = self.history.ended, self.history.request_table
+        for request_id in sorted(set(self.history.ledger.held_by) & set(ended)):
+            gone = StatusEvent(event=ended[request_id], time_ns=0, status="gone", request_id=request_id, row=-1)
+            detail = f"was given to request {names.name(request_id)}, which was gone, and never given back"
+            yield from self._held(gone, detail, Cause("given_after_end"))
 
-    def _held(self, event: StatusEvent, detail: str, cause: Cause) -> list[Finding]:
-        """Return a finding for each group in which a request holds slots alone."""
-        findings, ledger = [], self.history.ledger
+    def _held(self, event: StatusEvent, detail: str, cause: Cause) -> Iterator[Finding]:
+        """Find each group in which a request holds slots alone."""
+        ledger = self.history.ledger
         for part in ledger.held_slots(event.request_id):
             given = int(ledger.rows[part.group][part.slots[0], ALLOC]) - 1
-            findings.append(self.of_slots(event, part.group, part.slots, detail, events=[given], cause=cause))
-        return findings
+            yield self.of_slots(event, part.group, part.slots, detail, events=[given], cause=cause)
 
 
 @register
@@ -227,13 +221,13 @@ class TransferNotHeld(HistoryCheck):
     events = frozenset({"transfer"})
     needs_complete = True
 
-    def event(self, view: EventView) -> list[Finding]:
-        """Return a finding for each holder, or none, whose slots a transfer takes part in."""
-        event, history, findings = self.history.known, self.history, []
+    def event(self, view: EventView) -> Iterator[Finding]:
+        """Find each holder, or none, whose slots a transfer takes part in."""
+        event, history = self.history.known, self.history
         if not isinstance(event, TransferEvent) or event.status == "failed":
-            return []
+            return
         if event.status == "end" and event.direction == SEND:
-            return []
+            return
         verb = "sends" if event.direction == SEND else "lands in" if event.status == "end" else "will land in"
         for part in history.named:
             state, owner = part.column(STATE), part.column(OWNER)
@@ -244,5 +238,4 @@ class TransferNotHeld(HistoryCheck):
                 free = held == FREE
                 detail = f"a transfer {verb} a slot {'that is free' if free else f'of {self.holder(row)}'}"
                 cause = Cause("free") if free else held_by(row)
-                findings.append(self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=cause))
-        return findings
+                yield self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=cause)

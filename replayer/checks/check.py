@@ -81,7 +81,8 @@ class HistoryCheck:
 
     `kind` is the kind of its findings and its name, `finds` what a finding says, in a sentence; `covered` says by which faster
     ways of replaying it finds the same, every forward is stepped if it does not say; `events` are the kinds of event, beside
-    forwards, that `event` looks at; with `needs_complete` it is silent unless the trace promises to report every slot.
+    forwards, that `event` looks at; with `needs_complete` it is silent unless the trace promises to report every slot. What
+    it finds is a list or a generator, taken to its end before anything else happens.
     """
 
     kind: ClassVar[str] = ""
@@ -94,31 +95,36 @@ class HistoryCheck:
         self.history = history
         self.repeats = Repeats()
 
-    def forward(self, view: ForwardView) -> list[Finding]:
+    def forward(self, view: ForwardView) -> Iterable[Finding]:
         """Judge a forward that is about to run; tables and pools are as it finds them."""
-        del view
         return []
 
-    def event(self, view: EventView) -> list[Finding]:
+    def event(self, view: EventView) -> Iterable[Finding]:
         """Judge an event between two forwards; `history.known` is what it says.
 
-        Raises:
-            UnusableEventError: its columns contradict one another; nothing has been changed.
+        Raise `UnusableEventError` if its columns contradict one another, before anything is changed.
         """
-        del view
         return []
 
     def pending(self) -> bool:
         """Say whether something is remembered that whatever comes next may contradict, and no keyframe holds."""
         return False
 
-    def finish(self) -> list[Finding]:
+    def finish(self) -> Iterable[Finding]:
         """Judge what is left at the whole end of a complete trace."""
         return []
 
     def forget(self) -> None:
         """Take all that was remembered for unknown, after a gap in the trace."""
-        self.repeats.forget()
+        for repeats in self._all_repeats():
+            repeats.forget()
+
+    def requests_reported(self) -> set[int]:
+        """Return the requests of which it remembers that their last forward was reported."""
+        return set[int]().union(*(repeats.requests for repeats in self._all_repeats()))
+
+    def _all_repeats(self) -> list[Repeats]:
+        return [part for part in vars(self).values() if isinstance(part, Repeats)]
 
     def of_request(
         self,
@@ -161,23 +167,12 @@ class HistoryCheck:
             places = {r: at[fresh[r]] for r, at in places.items()}
         findings = []
         for r, at in places.items():
-            if not len(at):
-                continue
-            first = int(at[0])
-            detail, events, cause = explain(first)
-            findings.append(
-                self.of_request(
-                    view.forward,
-                    r,
-                    detail,
-                    group=group.pool.index,
-                    position=int(positions[first]),
-                    slot=int(slots[first]),
-                    count=len(at),
-                    events=events,
-                    cause=cause,
-                )
-            )
+            if len(at):
+                n = int(at[0])
+                detail, events, cause = explain(n)
+                place = {"group": group.pool.index, "position": int(positions[n]), "slot": int(slots[n])}
+                found = self.of_request(view.forward, r, detail, count=len(at), events=events, cause=cause, **place)
+                findings.append(found)
         return findings
 
     def of_tokens(
@@ -219,11 +214,9 @@ class HistoryCheck:
 
     def holder(self, row: Int64Array) -> str:
         """Return in words who holds a slot, by its ledger row."""
-        return (
-            "the prefix cache"
-            if row[STATE] == CACHED
-            else f"request {self.history.request_table.name(int(row[OWNER]))}"
-        )
+        if row[STATE] == CACHED:
+            return "the prefix cache"
+        return f"request {self.history.request_table.name(int(row[OWNER]))}"
 
 
 _Check = TypeVar("_Check", bound=type[HistoryCheck])
@@ -253,15 +246,13 @@ class LedgerCheck(HistoryCheck):
     reads = 0
     writes = 0
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request whose entries have these bits, and were not reported already."""
-        findings = []
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request whose entries have these bits, and were not reported already."""
         for judged in self.history.judge(view):
             if self.reads:
-                findings += self.found(view, judged, self.reads, is_write=False)
+                yield from self.found(view, judged, self.reads, is_write=False)
             if self.writes:
-                findings += self.found(view, judged, self.writes, is_write=True)
-        return findings
+                yield from self.found(view, judged, self.writes, is_write=True)
 
     def _explain(self, access: Access) -> Explained:
         """Say what is wrong with a read or a write."""
@@ -292,13 +283,12 @@ class LedgerCheck(HistoryCheck):
 class SlotEventCheck(HistoryCheck):
     """Judges the slots that change hands in an event, one pool group's at a time."""
 
-    def event(self, view: EventView) -> list[Finding]:
-        """Return what `_part` finds in each group's part of an event."""
-        del view
+    def event(self, view: EventView) -> Iterator[Finding]:
+        """Find what `_part` finds in each group's part of an event."""
         event = self.history.known
-        if not isinstance(event, SlotEvent):
-            return []
-        return [finding for part in self.history.named for finding in self._part(event, part)]
+        if isinstance(event, SlotEvent):
+            for part in self.history.named:
+                yield from self._part(event, part)
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         """Yield what is wrong with one pool group's slots."""
@@ -336,9 +326,7 @@ def happened(row: Int64Array) -> list[int]:
 
 
 class CheckSet(HistoryCheck):
-    """Asks each check about the forwards and the kinds of event that it judges; `checks` are they, `history`
-    is what they share.
-    """
+    """Asks each of `checks` about the forwards and the kinds of event that it judges; `history` is what they share."""
 
     def __init__(self, history: History, checks: Sequence[type[HistoryCheck]]) -> None:
         super().__init__(history)
@@ -366,8 +354,7 @@ class CheckSet(HistoryCheck):
 
     def requests_reported(self) -> set[int]:
         """Return the requests of which a check remembers that their last forward was reported."""
-        repeats = [part for check in self.checks for part in vars(check).values() if isinstance(part, Repeats)]
-        return set[int]().union(*(one.requests for one in repeats))
+        return set[int]().union(*(check.requests_reported() for check in self.checks))
 
     def finish(self) -> list[Finding]:
         """Judge what is left at the whole end of a complete trace."""

@@ -1,5 +1,7 @@
 """Tokens that the model is fed and that are not the request's, and bytes that a forward leaves and that are not the token's."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
@@ -20,29 +22,26 @@ class _InputCheck(HistoryCheck):
 
     def of_inputs(
         self, forward: Forward, tokens: BatchTokens, wrong: BoolArray, expected: Int64Array, last: Int64Array | None
-    ) -> list[Finding]:
-        """Return a finding for each token that is wrong, `[tokens] bool`.
+    ) -> Iterator[Finding]:
+        """Find each token that is wrong, `[tokens] bool`.
 
         `expected` `[tokens] int64` is what belongs there; `last` are the rows of what was sampled, None if nothing was.
         """
-        findings = []
         for token in np.flatnonzero(wrong).tolist():
-            fed, right = int(forward.input_ids[token]), int(expected[token])
+            fed, right, events = int(forward.input_ids[token]), int(expected[token]), []
             detail = f"was fed token {fed}, the scheduler has {right} there"
             if last is not None:
                 detail = f"was fed token {fed}, forward {last[token, SAMPLE_FORWARD]} sampled {right} for it"
-            findings.append(
-                self.of_request(
-                    forward,
-                    int(tokens.request[token]),
-                    detail,
-                    position=int(tokens.position[token]),
-                    slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
-                    events=() if last is None else [int(last[token, SAMPLE_EVENT]) - 1],
-                    cause=Cause(token=fed, expected_token=right),
-                )
+                events = [int(last[token, SAMPLE_EVENT]) - 1]
+            yield self.of_request(
+                forward,
+                int(tokens.request[token]),
+                detail,
+                position=int(tokens.position[token]),
+                slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
+                events=events,
+                cause=Cause(token=fed, expected_token=right),
             )
-        return findings
 
 
 @register
@@ -59,19 +58,17 @@ class InputNotSampled(_InputCheck):
     covered = Covered.COMPILED
     events = frozenset({"sample"})
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each input token that is not the one sampled for its position."""
-        forward = view.forward
-        if forward.runner != 0 or not len(forward.req_pool_indices):
-            return []
-        return self._judge(forward, self.history.tokens(view))
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each input token that is not the one sampled for its position."""
+        if view.forward.runner == 0 and len(view.forward.req_pool_indices):
+            yield from self._judge(view.forward, self.history.tokens(view))
 
-    def event(self, view: EventView) -> list[Finding]:
-        """Return a finding for each token that arrives late and that a later forward was fed wrongly."""
-        fed = self.history.fed_since
-        return [finding for one in fed for finding in self._judge(one.forward, one.tokens, only=view.number)]
+    def event(self, view: EventView) -> Iterator[Finding]:
+        """Find each token that arrives late and that a later forward was fed wrongly."""
+        for fed in self.history.fed_since:
+            yield from self._judge(fed.forward, fed.tokens, only=view.number)
 
-    def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> list[Finding]:
+    def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> Iterator[Finding]:
         """Compare what a forward was fed with what was sampled: all of it, or what event `only` reported."""
         known = self.history.samples.last
         rows = forward.req_pool_indices[tokens.request]
@@ -98,18 +95,18 @@ class InputNotTruth(_InputCheck):
     finds = "the model was fed a token that the scheduler does not have at that position"
     covered = Covered.COMPILED
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each input token that contradicts the truth tokens."""
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each input token that contradicts the truth tokens."""
         forward, truth = view.forward, view.tables.truth
         if truth is None or forward.truth_lens is None:
-            return []
+            return
         tokens = self.history.tokens(view)
         rows = forward.req_pool_indices[tokens.request]
         at = tokens.position + self.history.header.runners[forward.runner].token_offset
         stands, known = look_up(truth, rows, at)
         expected = np.where(known & (at < forward.truth_lens[tokens.request]), stands, UNKNOWN_TOKEN)
         wrong = contradicting(expected, forward.input_ids[: len(at)])
-        return self.of_inputs(forward, tokens, wrong, expected, None)
+        yield from self.of_inputs(forward, tokens, wrong, expected, None)
 
 
 @register
@@ -125,14 +122,13 @@ class WriteLost(HistoryCheck):
     finds = "a forward wrote a token, and the slot's bytes are still those of another one"
     covered = Covered.COMPILED
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request whose tokens left no trace in some of their slots."""
-        streams, findings = self.history.header.streams(view.forward.runner), []
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request whose tokens left no trace in some of their slots."""
+        streams = self.history.header.streams(view.forward.runner)
         for group in view.groups:
             left = [view.forward.kv_bytes[n] for n, (index, _) in enumerate(streams) if index == group.pool.index]
             if left:
-                findings += self._lost(view, group, left)
-        return findings
+                yield from self._lost(view, group, left)
 
     def _lost(self, view: ForwardView, group: GroupReads, left: list[ByteArray]) -> list[Finding]:
         forward, pool, slots = view.forward, group.pool.pool, group.request_slots
@@ -171,11 +167,10 @@ class WriteDamaged(HistoryCheck):
     finds = "a forward left other bytes in a slot than the model handed to the cache"
     covered = Covered.COMPILED  # which stops in front of a forward that has submitted bytes
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request some of whose tokens are not stored as they were handed in."""
-        if not view.forward.kv_submitted:
-            return []
-        return [finding for group in view.groups for finding in self._damaged(view, group)]
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request some of whose tokens are not stored as they were handed in."""
+        for group in view.groups if view.forward.kv_submitted else ():
+            yield from self._damaged(view, group)
 
     def _damaged(self, view: ForwardView, group: GroupReads) -> list[Finding]:
         forward, slots = view.forward, group.request_slots

@@ -36,9 +36,11 @@ class RowReassigned(HistoryCheck):
         super().__init__(history)
         self._reported: dict[int, tuple[int, int]] = {}  # by row: the status event and the request reported last
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request whose row is not its own."""
-        return [*self._twice(view), *(self._given_away(view) if self.history.complete else ())]
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request whose row is not its own."""
+        yield from self._twice(view)
+        if self.history.complete:
+            yield from self._given_away(view)
 
     def _twice(self, view: ForwardView) -> Iterator[Finding]:
         """Yield a finding for each further entry of a batch that has a row which another has; a draft may have several."""
@@ -58,26 +60,19 @@ class RowReassigned(HistoryCheck):
         wrong = inside & (status[:, STATUS_EVENT] > 0)
         wrong &= (status[:, STATUS_GIVEN] == 0) | (status[:, STATUS_REQUEST] != forward.request_ids)
         for r in np.flatnonzero(wrong).tolist():
-            row, event, holder = (
-                int(forward.req_pool_indices[r]),
-                int(status[r, STATUS_EVENT]),
-                int(status[r, STATUS_REQUEST]),
-            )
-            key = event, int(forward.request_ids[r])
+            event, holder = int(status[r, STATUS_EVENT]), int(status[r, STATUS_REQUEST])
+            row, key = int(forward.req_pool_indices[r]), (event, int(forward.request_ids[r]))
             if self._reported.get(row) == key:
                 continue
             self._reported[row] = key
             verb, cause = "took back from", Cause("row_taken_back", holder)
             if status[r, STATUS_GIVEN]:
                 verb, cause = "gave to", Cause("row_given_away", holder)
-            yield self.of_request(
-                forward,
-                r,
-                f"reads row {row}, which event {event - 1} {verb} request {self.history.request_table.name(holder)}",
-                position=int(forward.prefix_lens[r]),
-                events=[event - 1],
-                cause=cause,
+            detail = (
+                f"reads row {row}, which event {event - 1} {verb} request {self.history.request_table.name(holder)}"
             )
+            position = int(forward.prefix_lens[r])
+            yield self.of_request(forward, r, detail, position=position, events=[event - 1], cause=cause)
 
     def forget(self) -> None:
         """Forget what was reported."""
@@ -97,11 +92,11 @@ class SeqLenBackwards(HistoryCheck):
     finds = "a request's length went back without its being retracted"
     covered = Covered.COMPILED
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request whose length is less than it was."""
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request whose length is less than it was."""
         history, forward = self.history, view.forward
         if forward.runner != 0 or not len(forward.req_pool_indices):
-            return []
+            return
         last, same = history.rows.same(forward)
         same = same & (forward.request_ids >= 0)
         end = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
@@ -111,14 +106,8 @@ class SeqLenBackwards(HistoryCheck):
         else:
             sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)
             back = same & sampled & (end < last[:, ROW_SAMPLED_END]) & (last[:, ROW_VERIFY] == 0)
-        return [
-            self.of_request(
-                forward,
-                r,
-                f"goes on from a prefix of {forward.prefix_lens[r]} to {end[r]}; its forward before went from "
-                f"{last[r, ROW_PREFIX]} to {last[r, ROW_END]}",
-                position=int(forward.prefix_lens[r]),
-                events=[int(last[r, ROW_EVENT]) - 1],
-            )
-            for r in np.flatnonzero(back).tolist()
-        ]
+        for r in np.flatnonzero(back).tolist():
+            prefix = int(forward.prefix_lens[r])
+            detail = f"goes on from a prefix of {prefix} to {end[r]}; its forward before went from "
+            detail += f"{last[r, ROW_PREFIX]} to {last[r, ROW_END]}"
+            yield self.of_request(forward, r, detail, position=prefix, events=[int(last[r, ROW_EVENT]) - 1])

@@ -1,5 +1,7 @@
 """Reads and writes of a forward that a slot's history speaks against, and padding that writes what is in use."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ...kernels.arrays import record_words
@@ -108,10 +110,11 @@ class SlotWrittenTwice(LedgerCheck):
     finds = "a forward writes two tokens of a request to one slot"
     covered = Covered.COMPILED
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request that writes a slot twice."""
-        groups = [judged for judged in self.history.judge(view) if judged.group.pool.group.lut < 0]
-        return [f for judged in groups for f in self.found(view, judged, ledger.WRITES_AGAIN, is_write=True)]
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request that writes a slot twice."""
+        for judged in self.history.judge(view):
+            if judged.group.pool.group.lut < 0:
+                yield from self.found(view, judged, ledger.WRITES_AGAIN, is_write=True)
 
     def _explain(self, access: Access) -> Explained:
         detail = "two tokens of one forward are written to one slot, and the second is what is left"
@@ -189,29 +192,23 @@ class PaddedWrite(LedgerCheck):
         super().__init__(history)
         self.written = Repeats()
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding if padding writes slots in use that were not reported already."""
-        complete, findings = self.history.complete, []
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find padding that writes slots in use, which were not reported already."""
+        complete = self.history.complete
         for judged in self.history.judge(view):
             bits = ledger.PADDED_WRITTEN | (ledger.PADDED_LIVE if complete else 0)
-            findings += self.found(view, judged, bits, is_write=True, repeats=self.written)
+            yield from self.found(view, judged, bits, is_write=True, repeats=self.written)
             if not complete:
-                findings += self.found(view, judged, ledger.PADDED, is_write=False)
-        return findings
+                yield from self.found(view, judged, ledger.PADDED, is_write=False)
 
     def _explain(self, access: Access) -> Explained:
         row = access.row
         if not access.is_write:
             return "reads a slot that padding of the same forward writes", happened(row), Cause("same_forward")
-        in_use = self.history.complete and row[STATE] in (HELD, SHARED, CACHED)
-        owner = self.holder(row) if in_use else "a request of the same forward"
-        cause = held_by(row) if in_use else Cause("same_forward")
+        owner, cause = "a request of the same forward", Cause("same_forward")
+        if self.history.complete and row[STATE] in (HELD, SHARED, CACHED):
+            owner, cause = self.holder(row), held_by(row)
         return f"padding writes a slot of {owner}", happened(row), cause
-
-    def forget(self) -> None:
-        """Forget what was reported."""
-        super().forget()
-        self.written.forget()
 
 
 @register
@@ -227,16 +224,15 @@ class PaddingSlotRead(HistoryCheck):
     finds = "a forward reads a padding slot for a position of a request"
     covered = Covered.COMPILED
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request that reads a padding slot and was not reported for it already."""
-        findings: list[Finding] = []
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request that reads a padding slot and was not reported for it already."""
         for group in view.groups if not self.history.had_gap else ():
             known = group.pool.group
             if known.window or known.lut >= 0 or known.reads_before_write or group.pool.any_unknown:
                 continue
             entries = np.flatnonzero(np.isin(group.slots, known.padding_slots))
             group.mark(entries)
-            findings += self.of_entries(
+            yield from self.of_entries(
                 view,
                 group,
                 lambda _: ("reads a padding slot, which keeps nobody's K and V", [], NO_CAUSE),
@@ -245,4 +241,3 @@ class PaddingSlotRead(HistoryCheck):
                 slots=group.slots[entries],
                 repeats=self.repeats,
             )
-        return findings

@@ -1,6 +1,6 @@
 """Tokens that are written to another slot than their row names, and entries of the full-to-SWA table that outlive their slot."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -21,12 +21,8 @@ from .history import ForwardView, GroupReads, History
 _MOST_ENTRIES: Final = 1 << 18
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ahead:
-    """Entries of a row that were recorded for a request before it wrote them: position to the event and the slot."""
-
-    request_id: int
-    entries: dict[int, tuple[int, int]]
+# A request, and entries of its row that were recorded before it wrote them: position to the event and the slot.
+_Ahead = tuple[int, dict[int, tuple[int, int]]]
 
 
 @register
@@ -47,22 +43,18 @@ class TableEntryDiffers(HistoryCheck):
         super().__init__(history)
         self._ahead: dict[tuple[int, int], _Ahead] = {}
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request of which tokens go elsewhere than its row says."""
-        runs = view.event.ints("table_row")
-        if not len(runs) and not self._ahead:
-            return []
-        findings = []
-        for table in range(len(view.tables.req_to_token)):
-            findings += self._judge(view, table)
-        return findings
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request of which tokens go elsewhere than its row says."""
+        if len(view.event.ints("table_row")) or self._ahead:
+            for table in range(len(view.tables.req_to_token)):
+                yield from self._judge(view, table)
 
     def event(self, view: EventView) -> list[Finding]:
         """Note what an allocation says of its request's row, and forget what a free or a status makes untrue."""
         known = self.history.known
         if view.kind == "status":
             request, rows = int(view.scalar("request_id")), view.ints("req_pool_indices").tolist()
-            self._drop([key for key, one in self._ahead.items() if key[1] in rows or one.request_id == request])
+            self._drop([key for key, one in self._ahead.items() if key[1] in rows or one[0] == request])
         elif isinstance(known, SlotEvent) and known.kind == "alloc":
             if known.row > 0 and known.request_id >= 0 and len(view.ints("table_row")) and _fit(view):
                 for table in range(len(self.history.header.tables)):
@@ -91,11 +83,11 @@ class TableEntryDiffers(HistoryCheck):
         given_rows, given_positions, given_slots = _entries(view.event, table)
         events = np.where(np.isin(rows * width + positions, given_rows * width + given_positions), forward.event, -1)
         self._drop_others(table, forward)
-        for (number, row), one in self._ahead.items():
+        for (number, row), (_, entries) in self._ahead.items():
             if number == table:
                 for i in np.flatnonzero(rows == row).tolist():
-                    events[i] = max(int(events[i]), one.entries.pop(int(positions[i]), (-1, 0))[0])
-        self._drop([key for key, one in self._ahead.items() if not one.entries])
+                    events[i] = max(int(events[i]), entries.pop(int(positions[i]), (-1, 0))[0])
+        self._drop([key for key, (_, entries) in self._ahead.items() if not entries])
         self._note_ahead(table, forward, given_rows, given_positions, given_slots)
         wrong = np.flatnonzero(inside & (events >= 0) & (slots >= 0) & (stands != slots))
         group = next((one for one in view.groups if one.pool.group.table == table), None)
@@ -104,22 +96,16 @@ class TableEntryDiffers(HistoryCheck):
         proof = {int(r): np.unique(events[wrong[tokens.request[wrong] == r]]) for r in np.unique(tokens.request[wrong])}
 
         def explain(n: int) -> Explained:
-            detail = f"is written to slot {slots[wrong[n]]}, its row names slot {stands[wrong[n]]}"
-            return detail, proof[int(tokens.request[wrong[n]])].tolist(), NO_CAUSE
+            detail = f"is written to slot {slots[n]}, its row names slot {stands[wrong[n]]}"
+            return detail, proof[int(requests[n])].tolist(), NO_CAUSE
 
-        return self.of_entries(
-            view,
-            group,
-            explain,
-            requests=tokens.request[wrong],
-            positions=positions[wrong],
-            slots=slots[wrong],
-        )
+        requests, positions, slots = tokens.request[wrong], positions[wrong], slots[wrong]
+        return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
 
     def _drop_others(self, table: int, forward: Forward) -> None:
         """Forget what was recorded of rows that are another request's now."""
         owner = dict(zip(forward.req_pool_indices.tolist(), forward.request_ids.tolist(), strict=True))
-        stale = [key for key, one in self._ahead.items() if owner.get(key[1], one.request_id) != one.request_id]
+        stale = [key for key, (request, _) in self._ahead.items() if owner.get(key[1], request) != request]
         self._drop([key for key in stale if key[0] == table])
 
     def _give_back(self, event: SlotEvent) -> None:
@@ -127,11 +113,10 @@ class TableEntryDiffers(HistoryCheck):
         for part in event.parts:
             table = self.history.header.groups[part.group].table
             freed = set(part.slots.tolist())
-            for (number, _), one in self._ahead.items():
-                if number == table:
-                    for position in [position for position, (_, slot) in one.entries.items() if slot in freed]:
-                        del one.entries[position]
-        self._drop([key for key, one in self._ahead.items() if not one.entries])
+            for (number, _), (_, entries) in self._ahead.items():
+                for position in [p for p, (_, slot) in entries.items() if number == table and slot in freed]:
+                    del entries[position]
+        self._drop([key for key, (_, entries) in self._ahead.items() if not entries])
 
     def _note_ahead(
         self, table: int, forward: Forward, rows: Int64Array, positions: Int64Array, slots: Int64Array
@@ -151,13 +136,13 @@ class TableEntryDiffers(HistoryCheck):
     ) -> None:
         if not len(positions):
             return
-        if len(positions) + sum(len(one.entries) for one in self._ahead.values()) > _MOST_ENTRIES:
+        if len(positions) + sum(len(entries) for _, entries in self._ahead.values()) > _MOST_ENTRIES:
             self._ahead.clear()
             return
-        before = self._ahead.get((table, row))
-        entries = before.entries if before is not None and before.request_id == request_id else {}
+        before, entries = self._ahead.get((table, row), (request_id, {}))
+        entries = entries if before == request_id else {}
         entries.update((p, (event, slot)) for p, slot in zip(positions.tolist(), slots.tolist(), strict=True))
-        self._ahead[table, row] = _Ahead(request_id=request_id, entries=entries)
+        self._ahead[table, row] = request_id, entries
 
     def _drop(self, keys: list[tuple[int, int]]) -> None:
         for key in keys:
@@ -180,11 +165,8 @@ def _entries(view: EventView, table: int) -> tuple[Int64Array, Int64Array, Int64
     index, counts = view.ints("table_index"), view.ints("table_count")
     mine = index == table
     rows = np.repeat(view.ints("table_row")[mine], counts[mine])
-    return (
-        rows,
-        ragged_index(view.ints("table_start")[mine], counts[mine]),
-        view.ints("table_slots")[np.repeat(mine, counts)],
-    )
+    positions = ragged_index(view.ints("table_start")[mine], counts[mine])
+    return rows, positions, view.ints("table_slots")[np.repeat(mine, counts)]
 
 
 @register
@@ -209,16 +191,14 @@ class SwaMappingStale(HistoryCheck):
         }
         self.nowhere = Repeats()
 
-    def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request that uses a stale entry."""
-        findings = []
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request that uses a stale entry."""
         for group in view.groups:
             if group.pool.index in self.partners:
-                findings += self._shared_slots(view, group)
+                yield from self._shared_slots(view, group)
                 # After a gap the rebuilt table may lack entries that the engine's has.
                 if not self.history.had_gap:
-                    findings += self._leads_nowhere(view, group)
-        return findings
+                    yield from self._leads_nowhere(view, group)
 
     def _shared_slots(self, view: ForwardView, group: GroupReads) -> list[Finding]:
         forward, index = view.forward, group.pool.index
@@ -235,9 +215,8 @@ class SwaMappingStale(HistoryCheck):
         group.mark(reads)
         requests = np.append(group.readers(reads), group.writers(writes))
         at = np.append(slots[reads], group.written[writes])
-        full = np.append(
-            table[forward.req_pool_indices[requests[: len(reads)]], group.positions[reads]], written_full[writes]
-        )
+        stands = table[forward.req_pool_indices[requests[: len(reads)]], group.positions[reads]]
+        full = np.append(stands, written_full[writes])
 
         def explain(n: int) -> Explained:
             other = int(self.partners[index][at[n], 1])
@@ -273,8 +252,3 @@ class SwaMappingStale(HistoryCheck):
         return self.of_entries(
             view, group, explain, requests=requests, positions=positions, slots=full, repeats=self.nowhere
         )
-
-    def forget(self) -> None:
-        """Forget what was reported."""
-        super().forget()
-        self.nowhere.forget()

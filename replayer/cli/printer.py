@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...recorder.errors import printable
+from ..report.summary import EXIT_UNREADABLE, Verdict, combined_exit_code
 from ..run.coverage import RANKS, not_watched
-from ..run.verdict import EXIT_UNREADABLE, Verdict, combined_exit_code
 from .screen import VERDICT_STYLES, one_line, segment_names, show, show_next, up_to
 
 if TYPE_CHECKING:

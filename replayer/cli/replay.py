@@ -241,9 +241,9 @@ def _results(
     plan: ReplayPlan, task: GroupTask, jobs: int | None, devices: tuple[str, ...], err: Console, *, quiet: bool
 ) -> Iterator[tuple[list[Job], GroupResult]]:
     """Yield what comes of each group, here or in worker processes, with progress on a terminal."""
-    from ..workers.joining import joined_results
+    from ..workers.group_replay import joined_results
+    from ..workers.jobs import shared_out
     from ..workers.pool import replay_in_workers
-    from ..workers.sharing import shared_out
     from .progress import notices_shown, progress_shown
 
     plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)

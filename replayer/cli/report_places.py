@@ -14,8 +14,8 @@ from ...recorder.errors import TraceError
 from ...recorder.files import ForeignFolderError
 from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.recordings import Recording
+from ..report.summary import EXIT_UNREADABLE
 from ..run.settings import ReplaySettings, resolve_kv_hash
-from ..run.verdict import EXIT_UNREADABLE
 from ..workers.group_replay import make_folder, report_candidates
 from ..workers.jobs import Job
 

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from ...recorder.errors import printable
 from ..checks import FINDING_KINDS
-from ..report.summary import Summary
+from ..report.summary import Summary, Verdict
 from ..run.coverage import not_watched, number_runs
-from ..run.verdict import Verdict
 from .incident_blocks import count_of, duration, grid, show_incidents
 
 VERDICT_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}

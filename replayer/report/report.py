@@ -41,9 +41,7 @@ def check_report_folder(report: Path) -> None:
     check_folder(report, _is_ours)
     try:
         summary = json.loads(read_small_file(report / SUMMARY_NAME))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, RecursionError):  # too large, or damaged
+    except (OSError, ValueError, RecursionError):  # not there, too large, or damaged
         return
     if not isinstance(summary, dict) or not {"trace", "trace_id", "verdict"} <= summary.keys():
         raise ForeignFolderError(f"its {SUMMARY_NAME} is not kvcanary's")
@@ -60,7 +58,7 @@ def _is_ours(name: str, mode: int) -> bool:
 
 def write_summary(summary: Summary, report: Path) -> None:
     """Write a report's `summary.json`; raises `OSError`."""
-    replace_file(report / SUMMARY_NAME, summary.to_json_text().encode())
+    replace_file(report / SUMMARY_NAME, (json.dumps(summary.to_json(), indent=2) + "\n").encode())
 
 
 class ReportSinks:
@@ -88,8 +86,7 @@ class ReportSinks:
 class ResultCollector:
     """Takes what launches and checks find in one trace, in their order; nothing is left behind after `flush`.
 
-    Where rows that last are merged, whoever steps says which forward or sweep comes (`begin`), when it is over (`done`),
-    and where no row may go on (`part`).
+    If rows that last are merged, whoever steps says which forward or sweep comes, when it is over, and where no row may go on.
     """
 
     def __init__(self, summary: Summary, sinks: ReportSinks, request_table: RequestTable, *, all_rows: bool) -> None:

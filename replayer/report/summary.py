@@ -1,27 +1,44 @@
 """What a replay found, in one value: the verdict, what was checked, what was lost, the first violation spelt out."""
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ...kernels.constants import FailReason, LaunchTag
 from ...recorder.state.requests import RequestTable
 from ...recorder.trace.header import TraceHeader
 from ..run.coverage import Watched, coverage, no_figures, not_watched
 from ..run.derived import Derived
-from ..run.verdict import Verdict
 from .findings import Finding
 from .violations import LaunchViolations, violation_table
 
-MAX_LISTED = 100
-NOBODY = -1
-_NOT_IN_JSON = frozenset({"header", "figures"})
+MAX_LISTED: Final = 100
+NOBODY: Final = -1
+EXIT_UNREADABLE: Final = 2
+
+
+class Verdict(Enum):
+    """What a replay found."""
+
+    CLEAN = "clean"
+    CORRUPT = "corrupt"
+    INCONCLUSIVE = "inconclusive"
+
+    @property
+    def exit_code(self) -> int:
+        """0 clean, 1 corrupt, 125 inconclusive (`git bisect run` skips 125)."""
+        return {Verdict.CLEAN: 0, Verdict.CORRUPT: 1, Verdict.INCONCLUSIVE: 125}[self]
+
+
+def combined_exit_code(codes: Iterable[int]) -> int:
+    """Fold the exit codes of several traces: corrupt beats unreadable beats inconclusive beats clean."""
+    seen = set(codes)
+    return next((code for code in (1, EXIT_UNREADABLE, 125) if code in seen), 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +114,7 @@ class Summary:
     def take_events(self, counts: Mapping[str, int], times: npt.NDArray[np.int64]) -> None:
         """Count events by their kinds, `times` `[n] int64` being theirs."""
         for kind, count in counts.items():
-            _add(self.events, kind, count)
+            add(self.events, kind, count)
         self.first_time_ns = self.first_time_ns or next((int(t) for t in times if t), 0)
         self.last_time_ns = max(self.last_time_ns, int(times.max()))
 
@@ -184,11 +201,10 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        values = {
-            item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name not in _NOT_IN_JSON
-        }
+        names = [item.name for item in dataclasses.fields(self) if item.name not in ("header", "figures")]
+        values = {name: getattr(self, name) for name in names}
         values["requests_hit"] = list(self.requests_hit.values())[:MAX_LISTED]
-        rows = self.coverage
+        rows, header = self.coverage, self.header
         return {
             "verdict": self.verdict.value,
             "exit_code": self.verdict.exit_code,
@@ -197,16 +213,10 @@ class Summary:
             "coverage": [row.to_json() for row in rows],
             "not_watched": not_watched(rows),
             "num_requests_hit": len(self.requests_hit),
-            "engine": dataclasses.asdict(self.header.engine),
-            "model": dataclasses.asdict(self.header.model),
-            "ranks": dataclasses.asdict(self.header.ranks),
-            "trace_id": self.header.trace_id,
+            **{name: dataclasses.asdict(getattr(header, name)) for name in ("engine", "model", "ranks")},
+            "trace_id": header.trace_id,
             **values,
         }
-
-    def to_json_text(self) -> str:
-        """Return `summary.json`'s text."""
-        return json.dumps(self.to_json(), indent=2) + "\n"
 
 
 class Tally:
@@ -214,9 +224,7 @@ class Tally:
 
     def __init__(self, summary: Summary) -> None:
         self._summary = summary
-        self._slots: list[npt.NDArray[np.bool_]] = [
-            np.zeros(group.num_slots, dtype=np.bool_) for group in summary.header.groups
-        ]
+        self._slots = [np.zeros(group.num_slots, dtype=np.bool_) for group in summary.header.groups]
         self._last_forward_hit = -1
 
     def violations(self, launches: Sequence[LaunchViolations], request_table: RequestTable) -> None:
@@ -224,25 +232,23 @@ class Tally:
         summary = self._summary
         if summary.first_violation is None:
             first = launches[0].take(np.arange(len(launches[0].rows)) == 0)
-            summary.first_violation = _spelt_out(violation_table([first], request_table))
-            summary.first_violation_forward = summary.first_violation["forward"]
+            row = violation_table([first], request_table).to_pylist()[0]
+            summary.first_violation = row | {"reasons": row["reasons"].split("+")}
+            summary.first_violation_forward = row["forward"]
         rows = np.concatenate([launch.rows for launch in launches])
-        bits = rows[:, 7]
         for reason in FailReason:
-            hits = int(np.count_nonzero(bits & reason.value))
+            if hits := int(np.count_nonzero(rows[:, 7] & reason.value)):
+                add(summary.violations_by_reason, reason.name or "", hits)
+        for tag, hits in enumerate(np.bincount(rows[:, 0], minlength=len(LaunchTag)).tolist()):
             if hits:
-                _add(summary.violations_by_reason, reason.name or "", hits)
-        for tag, hits in enumerate(np.bincount(rows[:, 0], minlength=len(LaunchTag))):
-            if hits:
-                _add(summary.violations_by_launch, LaunchTag(tag).name, int(hits))
+                add(summary.violations_by_launch, LaunchTag(tag).name, hits)
         forwards = np.unique([launch.forward for launch in launches])
         summary.forwards_hit += len(forwards) - int(forwards[0] == self._last_forward_hit)
         self._last_forward_hit = summary.last_violation_forward = int(forwards[-1])
         every = np.concatenate([launch.request_ids for launch in launches])
         request_ids = every[np.sort(np.unique(every, return_index=True)[1])]
-        for request_id, name in zip(
-            request_ids.tolist(), request_table.name_column(request_ids).to_pylist(), strict=True
-        ):
+        names = request_table.name_column(request_ids).to_pylist()
+        for request_id, name in zip(request_ids.tolist(), names, strict=True):
             if request_id != NOBODY:  # what a sweep finds is nobody's yet
                 summary.requests_hit.setdefault(request_id, name)
         for launch in launches:
@@ -259,17 +265,11 @@ class Tally:
             summary.first_finding = dataclasses.asdict(findings[0])
         summary.findings += len(findings)
         for finding in findings:
-            _add(summary.findings_by_kind, finding.kind, 1)
+            add(summary.findings_by_kind, finding.kind)
             if finding.request_id != NOBODY:
                 summary.requests_hit.setdefault(finding.request_id, finding.request)
 
 
-def _add(counts: dict[str, int], key: str, count: int) -> None:
+def add(counts: dict[str, int], key: str, count: int = 1) -> None:
+    """Count something under a name."""
     counts[key] = counts.get(key, 0) + count
-
-
-def _spelt_out(table: pa.Table) -> dict[str, Any]:
-    """Return the first row, its reasons as a list."""
-    row: dict[str, Any] = table.slice(0, 1).to_pylist()[0]
-    row["reasons"] = row["reasons"].split("+")
-    return row

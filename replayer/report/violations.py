@@ -149,10 +149,7 @@ def launch_violations(
 
 
 class RowLimit:
-    """How many rows of the file each slot has, for each launch tag: what one slot can fill has a bound.
-
-    `None` for `per_slot` sets no bound. What is not kept is counted by whoever asks.
-    """
+    """How many rows of the file each slot has, for each launch tag; None for `per_slot` sets no bound."""
 
     def __init__(self, groups: Sequence[PoolGroup], *, per_slot: int | None, total: int = MAX_ROWS) -> None:
         self._per_slot = per_slot
@@ -245,8 +242,7 @@ class TableSink:
     def _flush(self) -> None:
         if self._writer is not None and self._pending:
             self._writer.write_table(pa.concat_tables(self._pending))
-        self._pending = []
-        self._num_pending = 0
+        self._pending, self._num_pending = [], 0
 
     def close(self) -> None:
         """Write what is pending and the file's footer."""

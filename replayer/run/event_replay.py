@@ -16,7 +16,7 @@ from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
 from ..executors.executors import make_executor, make_pass
 from ..report.report import ReportSinks, ResultCollector
-from ..report.summary import MAX_LISTED, Summary
+from ..report.summary import MAX_LISTED, Summary, add
 from .coverage import count_forwards
 from .health import Health
 from .planning import read_sweep
@@ -29,10 +29,10 @@ _APPLIED_KINDS: Final = frozenset({"alloc", "evict", "free", "kv_copy", "sample"
 
 
 class EventReplay:
-    """The running replay of one trace: takes its events, fills its summary and its report.
+    """Takes a trace's events, and fills its summary and its report.
 
     `executor` holds the state; `compiled_pass` takes ordinary events past it, None if there is none; `continues` says that the
-    last event was a segment's end behind which another follows.
+    last event was a segment's end behind which another follows; `request_ids` are those that forwards and events named.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EventReplay:
         self._summary = summary
         self._settings = settings
         self._request_table = RequestTable()
-        self._request_ids: set[int] = set()
+        self.request_ids: set[int] = set()
         self._counted: list[int] = []  # rows of the batch under way: forwards that were judged
         self._results = ResultCollector(summary, sinks, self._request_table, all_rows=settings.all_rows)
         self.executor = make_executor(
@@ -80,13 +80,12 @@ class EventReplay:
             settings,
             health=self._health,
             summary=summary,
-            request_ids=self._request_ids,
+            request_ids=self.request_ids,
             sinks=sinks,
             compared=schedule is not None,
         )
         if header.segment is not None and header.segment.number:
-            self._wants_keyframe = True
-            summary.unknown_before = True  # until its keyframe says otherwise
+            self._wants_keyframe = summary.unknown_before = True  # until its keyframe says otherwise
 
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `take` needs of a batch alone; for the thread that reads ahead of it."""
@@ -96,11 +95,9 @@ class EventReplay:
     def take(self, item: TraceBatch | TraceGap) -> None:
         """Replay one batch of events, or note a gap."""
         if isinstance(item, TraceGap):
-            self._summary.num_gaps += 1
             self._trailing += bool(item.ends) or item.kind == "torn"
             self._summary.being_recorded |= item.ends == LIVE
-            self._note(self._summary.gaps, item.cause)
-            self._results.part()
+            self._gap(item.cause)
             if item.missing_events != 0:  # a damaged end mark, or a batch given twice, takes no event away
                 self._forget()
                 self._wants_keyframe, self._at_first = True, False
@@ -141,11 +138,6 @@ class EventReplay:
             self._summary.take_events({"keyframe": reached - at}, batch.scalar_ints("time_ns")[at:reached])
         return reached
 
-    @property
-    def request_ids(self) -> frozenset[int]:
-        """The requests that forwards and events named."""
-        return frozenset(self._request_ids)
-
     def leaves_nothing(self) -> bool:
         """Whether the last event says that a segment follows, and nothing was left unjudged or unlaunched before it."""
         executor = self.executor
@@ -172,7 +164,7 @@ class EventReplay:
             if not lost:
                 self._results.findings(self._health.finish(executor.launcher.kernel_counters))
         self._results.flush(executor.divergence)
-        summary.requests = len(self._request_ids)
+        summary.requests = len(self.request_ids)
         summary.slot_counters, summary.kernel_counters = (
             {tag.name: int(counters[tag]) for tag in LaunchTag}
             for counters in (executor.launcher.slot_counters, executor.launcher.kernel_counters)
@@ -191,7 +183,7 @@ class EventReplay:
         summary, kind = self._summary, view.kind
         self.continues = False
         self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
-        summary.events[kind] = summary.events.get(kind, 0) + 1
+        add(summary.events, kind)
         summary.first_time_ns = summary.first_time_ns or view.time_ns
         summary.last_time_ns = max(summary.last_time_ns, view.time_ns)
         before = summary.violations + summary.findings
@@ -205,14 +197,11 @@ class EventReplay:
                 with self.executor.on_host(view):
                     self._between_forwards(view)
         except UnusableEventError as error:
-            summary.num_gaps += 1
-            self._note(
-                summary.gaps,
+            self._gap(
                 f"event {view.scalar('event')} ({kind}) contradicts itself: {error}; left out, and all that came "
-                "before it is taken for unknown",
+                "before it is taken for unknown"
             )
             self._wants_keyframe |= kind == "keyframe"  # the next one may be better
-            self._results.part()
             self._forget()
         self._stop_if_asked(before, view)
 
@@ -221,11 +210,8 @@ class EventReplay:
         missing = self._at_first and self._wants_keyframe
         self._at_first = False
         if missing or self._keyframes.loading:
-            self._summary.num_gaps += 1
-            what = (
-                "a keyframe without its end stands before" if self._keyframes.loading else "no keyframe stands before"
-            )
-            self._note(self._summary.gaps, f"{what} event {view.number}; all that came before it is taken for unknown")
+            what = "a keyframe without its end" if self._keyframes.loading else "no keyframe"
+            self._gap(f"{what} stands before event {view.number}; all that came before it is taken for unknown")
             self._forget()
             self._wants_keyframe = True
 
@@ -236,7 +222,7 @@ class EventReplay:
         self.executor.apply_event(view)
         match kind:
             case "request":
-                self._request_ids.add(int(view.scalar("request_id")))
+                self.request_ids.add(int(view.scalar("request_id")))
             case "loss":
                 self._loss(view)
             case "mark":
@@ -250,10 +236,7 @@ class EventReplay:
                 self.continues = view.scalar("status") == SEGMENT_CONTINUES
                 self._frozen = view.scalar("note") == FROZEN
             case _ if kind not in _APPLIED_KINDS:
-                self._not_judged(kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
-
-    def _not_judged(self, name: str) -> None:
-        self._summary.unjudged[name] = self._summary.unjudged.get(name, 0) + 1
+                add(self._summary.unjudged, kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
 
     def _forward(self, view: EventView) -> None:
         summary = self._summary
@@ -263,11 +246,11 @@ class EventReplay:
         self._results.done()
         summary.forwards += 1
         summary.last_forward = forward.forward
-        summary.forwards_by_mode[forward.mode] = summary.forwards_by_mode.get(forward.mode, 0) + 1
+        add(summary.forwards_by_mode, forward.mode)
         summary.forwards_watched += forward.kv_watched
         self._counted.append(view.index)
         summary.tokens += forward.num_tokens
-        self._request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
+        self.request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._results.findings(self._health.forward(forward))
         if self._schedule is not None:
             self._results.findings(self._schedule.forward(forward, self._request_table))
@@ -295,7 +278,7 @@ class EventReplay:
     def _keyframe(self, view: EventView) -> None:
         status = view.scalar("status")
         if not status:
-            self._not_judged("keyframe")
+            add(self._summary.unjudged, "keyframe")
             return
         begins = status == KEYFRAME_BEGIN and self._wants_keyframe
         if begins:
@@ -328,6 +311,12 @@ class EventReplay:
     def _forget(self) -> None:
         self._keyframes.stop()
         self.executor.forget()
+
+    def _gap(self, text: str) -> None:
+        """Note what cannot be judged; no row goes on over it."""
+        self._summary.num_gaps += 1
+        self._note(self._summary.gaps, text)
+        self._results.part()
 
     def _note(self, notes: list[str], text: str) -> None:
         if len(notes) < MAX_LISTED:

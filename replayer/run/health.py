@@ -48,10 +48,7 @@ class Health:
         return [_finding(forward, f"no SWEEP launch in {since} forwards, {every}")]
 
     def take_forwards(self, runner: int, modes: list[str], last: Forward) -> None:
-        """Count forwards with requests that were found in order, by their modes; `last` is the last one of any runner.
-
-        Whoever calls has moved `activity.since_sweep` on.
-        """
+        """Count ordinary forwards with requests, by their modes; the caller has moved `activity.since_sweep` on."""
         self._last = last
         self.activity.ran[runner] += len(modes)
         if runner == 0:

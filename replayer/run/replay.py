@@ -15,26 +15,23 @@ from ...recorder.trace.recordings import recording_name
 from ..report.report import ReportSinks, write_summary
 from ..report.summary import Summary
 from .event_replay import EventReplay
-from .read_ahead import ReadAhead
 from .schedule import Schedule
-from .segment_stream import SegmentStream
 from .settings import Progress, ReplaySettings, StopReplayError, check_padding, resolve_kv_hash
+from .streams import ReadAhead, SegmentStream
 from .transfers import Exchange
 
 PREFILL, DECODE = "prefill", "decode"
 
 _DEFAULTS: Final = ReplaySettings()
+_Stream = Generator[TraceBatch | TraceGap, None, None]
 
 
 class ReplayRun:
     """The replay of one recording, which may be taken a batch of events at a time; a context manager.
 
-    `summary` is filled on the way by `events`; `ended` says that nothing is left to replay. See `replay_joined` for the arguments;
-    `exchange` is where its transfers meet those of other traces, None for a trace on its own. With `following` a file is read
-    on for as long as it is being written; `waiting` says that the last step found nothing new there.
-
-    Raises:
-        TraceError: the trace cannot be read at all, or not with these settings.
+    `summary` is filled on the way by `events`; `ended` says that nothing is left to replay. Arguments and errors are those of
+    `replay_joined`; `exchange` is where its transfers meet those of other traces, None for a trace on its own. With `following`
+    a file is read on for as long as it is being written; `waiting` says that the last step found nothing new there.
     """
 
     def __init__(
@@ -51,10 +48,9 @@ class ReplayRun:
         self.waiting = False
         self._started = time.perf_counter()
         self._report = report
-        self._busy = False
-        self.ended = False
+        self._busy = self.ended = False
         paths = [trace] if isinstance(trace, Path) else list(trace)
-        name = str(paths[0]) if len(paths) == 1 else recording_name(paths)
+        name = recording_name(paths)
         with ExitStack() as stack:
             self._reader = SegmentStream(paths)
             header = self._reader.header
@@ -85,9 +81,7 @@ class ReplayRun:
         stream = self._reader.stream()
         return stream if self._early else ReadAhead(self._prepared(stream))
 
-    def _prepared(
-        self, stream: Generator[TraceBatch | TraceGap, None, None]
-    ) -> Generator[TraceBatch | TraceGap, None, None]:
+    def _prepared(self, stream: _Stream) -> _Stream:
         with closing(stream):
             for item in stream:
                 if isinstance(item, TraceBatch):
@@ -136,11 +130,6 @@ class ReplayRun:
         summary, events = self.summary, self.events
         return self.is_ordinary and summary.complete and not summary.unknown_before and events.leaves_nothing()
 
-    @property
-    def request_ids(self) -> frozenset[int]:
-        """The requests that were met."""
-        return self.events.request_ids
-
     def interrupt(self) -> None:
         """End the replay here, at the user's wish."""
         if not self.ended:
@@ -158,10 +147,7 @@ class ReplayRun:
         )
 
     def finish(self) -> Summary:
-        """Judge the end, write the report's files, and return the summary; a signal that comes meanwhile waits.
-
-        Raises `KeyboardInterrupt` if one came, and the replay had not been interrupted before; the report is whole.
-        """
+        """Judge the end, write the report's files, and return the summary; Ctrl-C meanwhile is raised once that is done."""
         try:
             with endings_deferred():
                 if self.summary.header.segment is not None:
@@ -221,16 +207,9 @@ def replay_joined(
 ) -> list[Summary]:
     """Replay traces of prefill and decode engines together, and return a summary each; transfers meet by room.
 
-    Args:
-        traces: the trace files, or segments of one recording each in their order, of any number of engines on either side.
-        settings: how to replay.
-        reports: a report directory each, which must exist; None to write nothing.
-        on_progress: called after every batch of events, of whichever trace.
-        schedules: what compares each one's forwards with another rank's; nothing if left out.
-        all_there: whether the segments given are all that should be there, so that none may follow them.
-
-    Raises:
-        TraceError: a trace cannot be read at all, or not with these settings.
+    `traces` are files, or the segments of one recording each in order, `reports` a directory each, which must exist, or None.
+    `schedules` compare each one's forwards with another rank's; `all_there`: no segment may follow those given. Raises
+    `TraceError` if a trace cannot be read at all, or not with these settings.
     """
     exchange = Exchange()
     with ExitStack() as stack:

@@ -25,16 +25,13 @@ _PAGE: Final = 64
 
 
 class ScheduleLog:
-    """The digests of one rank's forwards, in pages of `[64, 8] uint64` by the forward's number, 0 if there is none.
-
-    `name` is how findings call the rank; a forward takes 64 bytes. `requests` holds the ids of all that it ran.
-    """
+    """The digests of one rank's forwards, `[8] uint64` each, by number; `requests` are all that it ran, `name` is for findings."""
 
     def __init__(self, name: str, header: TraceHeader) -> None:
         self.name = name
         self.plain = header.tokens == "plain"
         self.requests: set[int] = set()
-        self._pages: dict[int, npt.NDArray[np.uint64]] = {}
+        self._pages: dict[int, npt.NDArray[np.uint64]] = {}  # of so many forwards each, 0 if there is none
 
     def note(self, forward: Forward) -> None:
         """Keep a forward's digests."""
@@ -50,12 +47,11 @@ class ScheduleLog:
 
 
 class Schedule:
-    """One rank's part in the comparison: keeps its digests, or holds them against those of another rank.
+    """One rank's part in the comparison: keeps its digests in `log`, or holds them against those of rank `other`.
 
-    `compared` and `differing` count forwards; the first that differs is a finding. `unrelated`: nothing was alike and no
-    request in common, as of two servers of one kind that record into one folder, which are not compared. `log` is where
-    this rank's digests go, `other` the rank to compare with, None for none; `values` gives another rank's values of a
-    forward's field, for the finding's words.
+    `compared` and `differing` count forwards; the first that differs is a finding, for whose words `values` gives the other
+    rank's values of a forward's field. `unrelated`: nothing was alike and no request in common, as of two servers of one kind
+    that record into one folder, which are not compared.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class Parcel:
 class Exchange:
     """Parcels on their way.
 
-    `senders` make a sender's replay continue; they return False when there is nothing left to do. `wanted` says whether a
-    receiver may still come: without one, parcels would pile up for nobody.
+    `senders` make a sender's replay continue, and return False if nothing is left to do. `wanted` says whether a receiver may
+    still come: without one, parcels would pile up for nobody.
     """
 
     def __init__(self) -> None:

@@ -1,34 +1,51 @@
-"""The replay of recordings that belong together, or of one stretch of a recording: from files to reports and summaries."""
+"""The replay of recordings that belong together, or of one stretch of a recording: from files to reports and summaries.
 
+The stretches of a recording are joined to the summary and the report that a replay of all segments in turn would give.
+Every part but the last found nothing and lost nothing, so what the last one says holds for all; counts are summed, and
+the running totals of the divergence figures go on from part to part.
+"""
+
+import copy
 import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
 from ...recorder.files import ForeignFolderError
 from ...recorder.trace.reader import TraceReader
-from ..report.report import STRETCH_PREFIX, check_report_folder
-from ..report.summary import Summary
+from ..report.report import STRETCH_PREFIX, check_report_folder, write_summary
+from ..report.summary import MAX_LISTED, Summary
+from ..report.violations import TableSink
+from ..run.divergence import DIVERGENCE_SCHEMA
 from ..run.replay import ReplayRun, replay_joined
-from ..run.segment_stream import SegmentStream
 from ..run.settings import Progress, ReplaySettings, resolve_kv_hash
+from ..run.streams import SegmentStream
 from .jobs import Job, Stretch
 
-_PART: Final = STRETCH_PREFIX + "{:04d}"
-_PARTS: Final = STRETCH_PREFIX + "*"
+_SUMS: Final = (
+    *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read", "num_marks"),
+    *("figures", "transfers_sent", "transfers_received", "transfers_unmatched"),
+)
+_COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters")
+_RUNNING: Final = ("verify_full", "verify_swa")
+_DIVERGENCE: Final = "swa_divergence.parquet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What came of a stretch.
+    """What came of a stretch; `began` and `ended` are seconds of the machine's clock.
 
     `to_end`: whatever comes behind it is in its summary and its report, since something came up, or nothing follows.
-    `began` and `ended` are seconds of the machine's clock.
     """
 
     summary: Summary
@@ -42,9 +59,8 @@ class Part:
 class GroupTask:
     """How to replay a group of a plan, whichever group it is.
 
-    `explicit`: the user named the report's place; `all_there`: no segment may follow those given. `finish` is called with each
-    summary once its verdict stands; it may change it and its report, and returns what to say to the user. It is a function of a
-    module, so that another process finds it.
+    `explicit`: the user named the report's place; `all_there`: no segment may follow those given; `finish`, a function of a
+    module, so that another process finds it, is as in `make_replay_command`.
     """
 
     settings: ReplaySettings
@@ -55,10 +71,7 @@ class GroupTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What came of a group: a summary each, or the error that kept it from being judged; `notes` are for the user.
-
-    Of a stretch of a recording the `part`, until all of them are joined.
-    """
+    """What came of a group: a summary each, of a stretch the `part`, or an error; `notes` are for the user."""
 
     summaries: list[Summary] = field(default_factory=list)
     error: str = ""
@@ -77,10 +90,7 @@ def replay_group(
     on_progress: Callable[[Progress], None] = lambda _: None,
     on_trouble: Callable[[], None] = lambda: None,
 ) -> GroupResult:
-    """Replay the recordings of a group together, and write their reports.
-
-    `on_trouble` is called where a stretch of a recording turns out to be replayed to the recording's end.
-    """
+    """Replay a group and write its reports; `on_trouble` is called if a stretch is to be replayed to the recording's end."""
     notes: list[str] = []
     part: Part | None = None
     done: list[Summary] = []
@@ -105,20 +115,19 @@ def replay_group(
             else:
                 part = _replay_stretch(jobs[0].stretch, task, folders[0], on_progress, on_trouble)
         except OSError as error:
-            raise TraceError(not_written(jobs, folders, error)) from None
+            raise TraceError(_not_written(jobs, folders, error)) from None
     except TraceError as error:
         return GroupResult(error=str(error), notes=notes)
-    notes += finished(done, task)
+    notes += _finished(done, task)
     return GroupResult(summaries=done, notes=notes, part=part)
 
 
-def finished(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
+def _finished(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
     """Call the task's `finish` with each summary; return what it has to say to the user."""
     return [note for summary in summaries if task.finish is not None and (note := task.finish(summary))]
 
 
-def not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError) -> str:
-    """Say that the reports of jobs cannot be written, and what to do."""
+def _not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError) -> str:
     return (
         f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot be "
         f"written ({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
@@ -172,7 +181,7 @@ def _replay_stretch(
     began = time.perf_counter()
     folder = None
     if report is not None:
-        folder = report / _PART.format(stretch.number)
+        folder = report / f"{STRETCH_PREFIX}{stretch.number:04d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
     paths, last, reported = stretch.paths, not stretch.behind, False
@@ -199,7 +208,13 @@ def _replay_stretch(
             run.interrupt()
         summary = run.finish()
     to_end = last or reported or bool(summary.stopped)
-    return Part(summary=summary, request_ids=run.request_ids, to_end=to_end, began=began, ended=time.perf_counter())
+    return Part(
+        summary=summary,
+        request_ids=frozenset(run.events.request_ids),
+        to_end=to_end,
+        began=began,
+        ended=time.perf_counter(),
+    )
 
 
 def _any_readable(paths: Sequence[Path]) -> bool:
@@ -214,5 +229,131 @@ def _any_readable(paths: Sequence[Path]) -> bool:
 
 def drop_parts(report: Path | None) -> None:
     """Remove what stretches have left in a report directory, if there is one."""
-    for folder in report.glob(_PARTS) if report is not None else ():
+    for folder in report.glob(f"{STRETCH_PREFIX}*") if report is not None else ():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def joined_results(
+    results: Iterable[tuple[list[Job], GroupResult]], task: GroupTask
+) -> Iterator[tuple[list[Job], GroupResult]]:
+    """Yield each group with what came of it, the stretches of a recording as the one that they are of."""
+    together: list[tuple[Job, GroupResult]] = []
+    for group, result in results:
+        stretch = group[0].stretch
+        if together and (stretch is None or stretch.number == 0):
+            yield from _recording(together, task)
+            together = []
+        if stretch is None:
+            yield group, result
+        else:
+            together.append((group[0], result))
+    yield from _recording(together, task)
+
+
+def _recording(
+    stretches: Sequence[tuple[Job, GroupResult]], task: GroupTask
+) -> Iterator[tuple[list[Job], GroupResult]]:
+    """Yield a recording with what came of its stretches; nothing where the user ended it before its first had begun."""
+    parts: list[Part] = []
+    for number, (job, result) in enumerate(stretches):
+        if result.error:
+            drop_parts(job.report)
+            yield [replace(job, stretch=None)], replace(result, part=None)
+            return
+        if result.part is None or job.stretch is None or job.stretch.number != number:
+            break
+        parts.append(result.part)
+        if result.part.to_end:
+            break
+    if not parts:
+        return
+    job, first = stretches[0]
+    notes = list(first.notes)
+    report = Path(parts[0].summary.report).parent if parts[0].summary.report else None
+    try:
+        summary = _joined(job.recording.name, parts, report)
+    except OSError as error:
+        text = _not_written([job], [report], error)
+        yield [replace(job, stretch=None)], GroupResult(error=text, notes=notes)
+        return
+    beyond = [result.part.summary for _, result in stretches[len(parts) :] if result.part is not None]
+    if summary.stopped and any(one.violations or one.findings for one in beyond):
+        notes.append("more was found behind that than this report holds; replay it to its end")
+    yield [replace(job, stretch=None)], GroupResult(summaries=[summary], notes=notes + _finished([summary], task))
+
+
+def _joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
+    """Return the summary of a recording's parts, all but the last clean and whole, and leave their report in `report`."""
+    summaries = [part.summary for part in parts]
+    first, summary = summaries[0], copy.copy(summaries[-1])
+    summary.trace = name
+    for name_of_sum in _SUMS:
+        setattr(summary, name_of_sum, sum(getattr(one, name_of_sum) for one in summaries))
+    for name_of_counts in _COUNTS:
+        total: Counter[str] = Counter()
+        for one in summaries:
+            total.update(getattr(one, name_of_counts))
+        setattr(summary, name_of_counts, dict(total))
+    summary.segments = [number for one in summaries for number in one.segments]
+    summary.unknown_before = first.unknown_before
+    summary.requests = len(frozenset[int]().union(*(part.request_ids for part in parts)))
+    summary.first_time_ns = next((one.first_time_ns for one in summaries if one.first_time_ns), 0)
+    summary.last_forward = next((one.last_forward for one in reversed(summaries) if one.forwards), -1)
+    summary.last_time_ns = max(one.last_time_ns for one in summaries)
+    summary.marks = [mark for one in summaries for mark in one.marks][:MAX_LISTED]
+    summary.swa_divergence = _divergence([one.swa_divergence for one in summaries])
+    if "forwards_on_cpu" in summary.settings:
+        summary.settings = dict(summary.settings)
+        summary.settings["forwards_on_cpu"] = sum(one.settings["forwards_on_cpu"] for one in summaries)
+    if summary.stopped.startswith("interrupted") or not parts[-1].to_end:
+        summary.stopped = f"interrupted after {summary.forwards:,} forwards"
+    summary.seconds = max(part.ended for part in parts) - min(part.began for part in parts)
+    if report is not None:
+        _join_reports(summaries, report)
+        summary.report = str(report)
+        write_summary(summary, report)
+    return summary
+
+
+def _divergence(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the totals of `SwaDivergence.to_json` over all parts."""
+    there = [one for one in figures if one is not None]
+    if not there:
+        return None
+    total = copy.deepcopy(there[0])
+    for one in there[1:]:
+        for key in ("forwards", *_RUNNING):
+            total[key] += one[key]
+        for name, group in one["groups"].items():
+            for key, figure in group.items():
+                mine = total["groups"][name][key]
+                mine["total"] += figure["total"]
+                mine["largest"] = max(mine["largest"], figure["largest"])
+                mine["last"] = figure["last"] if one["forwards"] else mine["last"]
+    return total
+
+
+def _join_reports(summaries: Sequence[Summary], report: Path) -> None:
+    """Leave the last part's files in the report, the divergence figures of all parts, and no folder of a part."""
+    folders = [Path(summary.report) for summary in summaries if summary.report]
+    if (folders[-1] / _DIVERGENCE).exists():
+        _join_divergence(summaries, [folder / _DIVERGENCE for folder in folders], report / _DIVERGENCE)
+        (folders[-1] / _DIVERGENCE).unlink()
+    for path in folders[-1].iterdir():
+        path.replace(report / path.name)
+    drop_parts(report)
+
+
+def _join_divergence(summaries: Sequence[Summary], files: Sequence[Path], target: Path) -> None:
+    before = dict.fromkeys(_RUNNING, 0)
+    with closing(TableSink(target, DIVERGENCE_SCHEMA)) as sink:
+        for summary, path in zip(summaries, files, strict=True):
+            with path.open("rb") as source, pq.ParquetFile(source) as read:
+                for number in range(read.num_row_groups):
+                    table = read.read_row_group(number)
+                    for key, count in before.items():
+                        at = table.schema.get_field_index(key)
+                        table = table.set_column(at, key, pc.add(table[key], count))
+                    sink.append(table.cast(DIVERGENCE_SCHEMA))
+            figures = summary.swa_divergence or {}
+            before = {key: count + figures.get(key, 0) for key, count in before.items()}

@@ -18,9 +18,8 @@ from ...recorder.process.endings import ENDINGS
 from ..executors.incremental.compiled_pass import LARGE_BYTES, NOT_COMPILED, compile_pass
 from ..run.settings import Progress
 from .group_replay import GroupResult, GroupTask, drop_parts
-from .jobs import Job, ReplayPlan, group_bytes
+from .jobs import Job, ReplayPlan, group_bytes, usable_cores
 from .server import start_server, start_worker
-from .sharing import usable_cores
 from .worker import BEGUN, STOP, TROUBLED, Done, work
 
 _NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)

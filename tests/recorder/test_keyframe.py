@@ -18,8 +18,8 @@ from kvcanary.recorder.trace.header import PoolGroup, Segment, StateTable, Trace
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.raw_traces import told
 

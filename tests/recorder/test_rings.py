@@ -5,8 +5,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.engines.ring import Ring
 

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from kvcanary.recorder.writing.recovery import recover
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.engines.toy_engine import SHAPES, ToyEngine
 from ..support.raw_traces import write_in_batches

@@ -8,9 +8,8 @@ import pytest
 from kvcanary.recorder.trace.checksum import text_crc32c
 from kvcanary.recorder.trace.header import NotWatched, TraceHeader
 from kvcanary.recorder.trace.schema import HEADER_CRC_KEY, HEADER_KEY
-from kvcanary.replayer.report.summary import Summary
+from kvcanary.replayer.report.summary import Summary, Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.places import DATA
 

@@ -11,8 +11,8 @@ from kvcanary.recorder.errors import UnreadableTraceError
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import Runner, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.commands import run_replay
 from ..support.engines.toy_engine import SHAPES, ToyEngine

@@ -24,7 +24,7 @@ from kvcanary.recorder.trace.header import Ranks
 from kvcanary.recorder.trace.recordings import group_recordings
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.run.settings import ReplaySettings
-from kvcanary.replayer.workers import sharing
+from kvcanary.replayer.workers import jobs as sharing
 from kvcanary.replayer.workers.group_replay import GroupTask
 from kvcanary.replayer.workers.jobs import Job, plan_jobs
 from kvcanary.replayer.workers.pool import replay_in_workers

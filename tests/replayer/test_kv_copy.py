@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from .pd_engine import Side
 

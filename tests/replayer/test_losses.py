@@ -7,8 +7,8 @@ import pytest
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.engines.toy_engine import SHAPES, ToyEngine
 from ..support.raw_traces import write_in_batches

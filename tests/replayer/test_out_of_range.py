@@ -11,9 +11,9 @@ from kvcanary.recorder.state.pools import GroupPool
 from kvcanary.recorder.state.requests import RequestTable
 from kvcanary.recorder.trace.header import PoolGroup
 from kvcanary.recorder.writing.writer import TraceWriter
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.out_of_range import explain_plan
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.engines.toy_engine import SHAPES, ToyEngine
 

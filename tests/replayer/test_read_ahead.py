@@ -8,7 +8,7 @@ from random import Random
 from types import FrameType
 
 import pytest
-from kvcanary.replayer.run.read_ahead import ReadAhead
+from kvcanary.replayer.run.streams import ReadAhead
 
 
 class Source:

@@ -20,8 +20,8 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay_joined
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.engines.toy_engine import Shape, ToyEngine
 from ..support.raw_traces import cut

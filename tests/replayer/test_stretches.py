@@ -16,12 +16,10 @@ from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.settings import Progress, ReplaySettings
-from kvcanary.replayer.workers import sharing
-from kvcanary.replayer.workers.group_replay import GroupTask, replay_group
-from kvcanary.replayer.workers.jobs import Job, plan_jobs
-from kvcanary.replayer.workers.joining import joined_results
+from kvcanary.replayer.workers import jobs as sharing
+from kvcanary.replayer.workers.group_replay import GroupTask, joined_results, replay_group
+from kvcanary.replayer.workers.jobs import Job, plan_jobs, split_plan
 from kvcanary.replayer.workers.pool import replay_in_workers
-from kvcanary.replayer.workers.sharing import split_plan
 
 from ..support.raw_traces import cut, told
 from ..support.segment_runs import compared, plan_of, replayed, untimed

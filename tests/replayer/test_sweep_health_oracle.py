@@ -11,9 +11,9 @@ from kvcanary.recorder.state.forward import read_forward
 from kvcanary.recorder.state.history import RunnerActivity
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.health import Health
 from kvcanary.replayer.run.replay import ReplaySettings, replay
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.raw_traces import write_in_batches
 from .pd_engine import SLOTS, Side

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.replayer.cli.replay import replay_command
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 from kvcanary.replayer.run.transfers import Exchange
-from kvcanary.replayer.run.verdict import Verdict
 
 from ..support.raw_traces import write_in_batches
 from .pd_engine import SLOTS, Side, carry

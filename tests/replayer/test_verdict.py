@@ -2,7 +2,7 @@
 
 from itertools import combinations_with_replacement, permutations
 
-from kvcanary.replayer.run.verdict import Verdict, combined_exit_code
+from kvcanary.replayer.report.summary import Verdict, combined_exit_code
 
 BY_RANK = (1, 2, 125, 0)  # docs/reference/replay.md: corrupt, unreadable, inconclusive, clean
 

@@ -14,8 +14,8 @@ from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
 from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.trace.recordings import group_recordings, traces_in
 from kvcanary.recorder.writing.trace_file import TraceFile
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.run.verdict import Verdict
 
 BYTES_A_SECOND = 1_000_000
 SECONDS = 20

@@ -10,10 +10,8 @@ import pyarrow.parquet as pq
 from kvcanary.recorder.trace.recordings import group_recordings
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.workers.group_replay import GroupResult, GroupTask, replay_group
-from kvcanary.replayer.workers.jobs import Job, ReplayPlan, plan_jobs
-from kvcanary.replayer.workers.joining import joined_results
-from kvcanary.replayer.workers.sharing import split_plan
+from kvcanary.replayer.workers.group_replay import GroupResult, GroupTask, joined_results, replay_group
+from kvcanary.replayer.workers.jobs import Job, ReplayPlan, plan_jobs, split_plan
 
 # What keyframes, which are events too, move: event numbers, and words that hold some.
 NUMBERED = ("event", "writer_event", "evidence", "detail")

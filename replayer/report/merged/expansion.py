@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ....kernels.arrays import BoolArray, Int64Array
 from ....recorder.errors import TraceError
 from ....recorder.trace.reader import TraceBatch
-from ...run.segment_stream import SegmentStream
+from ...run.streams import SegmentStream
 from ..violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from .turns import SWEEP_TAGS, are_writes, first_places, launch_ranks
 

@@ -19,7 +19,7 @@ from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 from kvcanary.replayer.executors.incremental.executor import IncrementalExecutor
 from kvcanary.replayer.run import event_replay
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
-from kvcanary.replayer.run.segment_stream import SegmentStream
+from kvcanary.replayer.run.streams import SegmentStream
 
 from ...support.places import DATA
 from ...support.short_histories import HEADER, both, forward, ints

@@ -5,8 +5,8 @@ from pathlib import Path
 from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.recovery import recover
+from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings
-from kvcanary.replayer.run.verdict import Verdict
 
 from .engine_process import EngineProcess
 

@@ -1,9 +1,12 @@
-"""The files of one recording as one stream of batches and gaps; one file is open at a time."""
+"""A recording's files as one stream of batches and gaps, one file open at a time; and reading ahead of what is replayed."""
 
+import _thread
 import dataclasses
+import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 from ...recorder.errors import TraceError, UnreadableTraceError
 from ...recorder.trace.batch import TraceBatch, TraceGap
@@ -11,13 +14,14 @@ from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceReader
 
+Item = TypeVar("Item")
+
 
 class SegmentStream:
     """Reads a recording's segments in their order; a trace of one file is one of them.
 
-    `header` is the first readable file's; `complete` says, once all was read, that every file had its end; `size_bytes` is that
-    of all files, `bytes_done` that of the files read so far. Raises `TraceError` if no file can be read, or two are of different
-    recordings.
+    `header` is the first readable file's; `complete` says, once all was read, that every file had its end; `bytes_done` of
+    `size_bytes` are read. Raises `TraceError` if no file can be read, or two are of different recordings.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -95,18 +99,14 @@ def _between(
     """Say what is missing between segment `last`, whose events end before `expected`, and this one."""
     if number == last + 1 and (continues or first_event == expected):
         return
-    if number == last + 1:
-        cause = f"{path.name}: the segment before it has no end"
-    else:
-        named = f"segment {last + 1}" if number == last + 2 else f"segments {last + 1} to {number - 1}"
-        cause = f"{path.name}: {named} before it {'is' if number == last + 2 else 'are'} missing"
-    missing = first_event - expected
-    yield TraceGap(
-        after_event=expected - 1,
-        missing_events=missing if missing > 0 else None,
-        kind="numbering",
-        cause=cause,
-    )
+    cause = "the segment before it has no end"
+    if number != last + 1:
+        cause = f"segments {last + 1} to {number - 1} before it are missing"
+        if number == last + 2:
+            cause = f"segment {last + 1} before it is missing"
+    missing = first_event - expected if first_event > expected else None
+    cause = f"{path.name}: {cause}"
+    yield TraceGap(after_event=expected - 1, missing_events=missing, kind="numbering", cause=cause)
 
 
 def file_size(path: Path) -> int:
@@ -120,3 +120,76 @@ def file_size(path: Path) -> int:
 def described(header: TraceHeader) -> TraceHeader:
     """Return what the segments of a recording have in common."""
     return dataclasses.replace(header, segment=None)
+
+
+class ReadAhead(Generic[Item]):
+    """An iterator over a generator in a thread of its own: one item is here, one lies ready, one is being made.
+
+    What the generator raises is raised here, where it would have been. `close` ends both, after Ctrl-C too: wherever that
+    struck, nobody waits for somebody who cannot be woken. `queue.Queue` and `threading.Thread` do not promise that, since
+    they are made of several steps; locks and the simple queue are of one.
+    """
+
+    def __init__(self, source: Generator[Item, None, None]) -> None:
+        self._source = source
+        self._ready: queue.SimpleQueue[tuple[Item | None, BaseException | None]] = queue.SimpleQueue()
+        self._full = _thread.allocate_lock()  # held while an item lies ready
+        self._owned = _thread.allocate_lock()  # whoever gets it closes the source
+        self._done = _thread.allocate_lock()  # held until the source is closed
+        self._done.acquire()
+        self._begun = self._closing = self._ended = False
+
+    def __iter__(self) -> "ReadAhead[Item]":
+        return self
+
+    def __next__(self) -> Item:
+        if self._ended:
+            raise StopIteration
+        if not self._begun:
+            self._begun = True
+            _thread.start_new_thread(self._read, ())
+        item, error = self._ready.get()
+        if item is None:
+            self._ended = True
+            if error is not None:
+                raise error
+            raise StopIteration
+        self._make_room()
+        return item
+
+    def close(self) -> None:
+        """Close the source; nothing comes any more."""
+        self._closing = self._ended = True
+        if self._owned.acquire(blocking=False):
+            self._close_source(None)
+            return
+        while not self._done.acquire(timeout=0.01):
+            self._make_room()
+        self._done.release()
+
+    def _make_room(self) -> None:
+        with suppress(RuntimeError):  # there is room
+            self._full.release()
+
+    def _read(self) -> None:
+        if not self._owned.acquire(blocking=False):
+            return
+        error: BaseException | None = None
+        try:
+            for item in self._source:
+                self._full.acquire()
+                if self._closing:
+                    break
+                self._ready.put((item, None))
+                del item  # what is replayed must not be held here
+        except BaseException as raised:  # noqa: BLE001  # whatever it is, it belongs to whoever asks for the next item
+            error = raised
+        finally:
+            self._close_source(error)
+
+    def _close_source(self, error: BaseException | None) -> None:
+        try:
+            self._source.close()
+        finally:
+            self._ready.put((None, error))
+            self._done.release()
