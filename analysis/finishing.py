@@ -18,12 +18,9 @@ MAX_TOKENS_AT_ONCE: Final = 20_000_000
 
 
 def finish(summary: Summary) -> str:
-    """Find the incidents of a replay that left a report, and write them there and into its summary.
+    """Find a replay's incidents, write them into its report and summary, and return what to say to the user.
 
     A replay without a report has none, nor has one that found nothing; what an earlier replay left there goes.
-
-    Returns:
-        What to say to the user, "" for nothing.
     """
     if summary.report is None:
         return ""
@@ -56,11 +53,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_page(summary: Summary, *, wanted: bool) -> str:
-    """Write the page of a replay that left a report and found something; an earlier replay's page goes in any case.
-
-    Returns:
-        What to say to the user, "" for nothing.
-    """
+    """Write the page of a replay that found something, drop an earlier one's, and return what to say to the user."""
     if summary.report is None:
         return ""
     from ..replayer.report.report import PAGE_NAME

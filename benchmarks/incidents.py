@@ -31,8 +31,7 @@ import pyarrow.parquet as pq
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
-from kvcanary.replayer.lab.matrix import as_they_come, plan_trials
-from kvcanary.replayer.lab.results import CLEAN, build_id
+from kvcanary.replayer.lab.matrix import CLEAN, as_they_come, build_id, plan_trials
 from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.replay import replay, replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings

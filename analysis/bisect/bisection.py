@@ -83,9 +83,9 @@ def bisect_saved(
     def judge(index: int) -> BisectVerdict:
         version = versions[index]
         found: list[BisectVerdict] = []
-        for number, run in enumerate(version.runs):
+        for left, run in zip(reversed(range(len(version.runs))), version.runs, strict=True):
             found.append(cache.judge(run, criterion))
-            if decided(found, rule, len(version.runs) - number - 1):
+            if decided(found, rule, left):
                 break
         verdict = vote(found, rule)
         report(version.name, verdict)
@@ -154,7 +154,6 @@ def _look(criterion: Criterion, trace: Path, replayed: Path) -> str:
 
 
 def _record_again(command: Command, version: str, criterion: Criterion) -> str:
-    """Return the command that records and shows the fault here."""
     words = shlex.join(command.filled(version, Path()))
     look = "kvcanary-replay *.arrow"
     if criterion.kind == REFERENCE:
@@ -174,10 +173,7 @@ def _diff(criterion: Criterion) -> str:
 
 
 def make_criterion(asked: Mapping[str, str], *, kv: bool, kv_tolerance: float | None) -> Criterion:
-    """Return what the options ask for; raise `AnalysisError` if they ask for two things, or for nothing that there is.
-
-    `asked` holds the values of --incident, --finding, --reference and --sql, "" if not given.
-    """
+    """Return what the four options of `asked` say, "" if not given; raise `AnalysisError` for two, or for what there is not."""
     chosen = {kind: value for kind, value in asked.items() if value}
     if len(chosen) > 1:
         raise AnalysisError(f"{' and '.join(f'--{kind}' for kind in chosen)} exclude one another")

@@ -81,12 +81,7 @@ def content_hash(path: Path) -> str:
 
 
 def judge_traces(traces: Sequence[Path], criterion: Criterion) -> BisectVerdict:
-    """Judge what one run of an engine recorded: the traces of its ranks, or of a prefill and a decode engine.
-
-    A trace that cannot be read is no verdict on the engine: skip.
-
-    Raise `AnalysisError` if the SQL condition is none.
-    """
+    """Judge what one run of an engine recorded, the traces of its ranks or of a pair; an unreadable one is skipped."""
     if not traces:
         return BisectVerdict(mark=Mark.SKIP, words="no trace was recorded")
     try:
@@ -119,7 +114,11 @@ def _against_reference(traces: Sequence[Path], criterion: Criterion) -> BisectVe
 
 def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> BisectVerdict:
     summaries: list[Summary] = []
-    for number, joined in enumerate(_together(traces)):
+    recordings = group_recordings(traces)[0]
+    # Prefill and decode sides are replayed together, others alone.
+    pair = [one.paths for one in recordings if one.header is not None and one.header.role]
+    alone = [[one.paths] for one in recordings if one.header is None or not one.header.role]
+    for number, joined in enumerate([pair, *alone] if pair else alone):
         reports = [folder / f"{number}-{i}.report" for i in range(len(joined))]
         for report in reports:
             report.mkdir()
@@ -135,18 +134,6 @@ def _replayed(traces: Sequence[Path], criterion: Criterion, folder: Path) -> Bis
         return BisectVerdict(mark=Mark.SKIP, words="; ".join(doubts[:3]))
     found = f"   (something else was found: {_words(corrupt[0], Criterion())})" if corrupt else ""
     return BisectVerdict(mark=Mark.GOOD, words=f"not {criterion.words()}{found}" if found else "clean")
-
-
-def _together(traces: Sequence[Path]) -> list[list[Sequence[Path]]]:
-    """Return what is replayed together: prefill and decode sides as one, others alone; segments of a recording joined."""
-    pair: list[Sequence[Path]] = []
-    alone: list[list[Sequence[Path]]] = []
-    for recording in group_recordings(traces)[0]:
-        if recording.header is not None and recording.header.role:
-            pair.append(recording.paths)
-        else:
-            alone.append([recording.paths])
-    return [pair, *alone] if pair else alone
 
 
 def _is_bad(summary: Summary, criterion: Criterion) -> bool:
@@ -166,7 +153,6 @@ def _is_bad(summary: Summary, criterion: Criterion) -> bool:
 
 
 def _words(summary: Summary, criterion: Criterion) -> str:
-    """Say in a sentence what was found first."""
     incidents = [i for i in summary.incidents if criterion.kind != INCIDENT or i["kind"] == criterion.value]
     parts = ["the SQL condition holds"] if criterion.kind == SQL else []
     if incidents:
@@ -184,10 +170,6 @@ def _words(summary: Summary, criterion: Criterion) -> str:
 
 def _seen(summary: Summary) -> dict[str, Any]:
     shown = ("kind", "confidence", "first_forward", "sentence")
-    return {
-        "trace": summary.trace,
-        "violations": summary.violations,
-        "violations_by_reason": dict(summary.violations_by_reason),
-        "findings_by_kind": dict(summary.findings_by_kind),
-        "incidents": [{key: incident[key] for key in shown} for incident in summary.incidents[:5]],
-    }
+    incidents = [{key: incident[key] for key in shown} for incident in summary.incidents[:5]]
+    names = ("trace", "violations", "violations_by_reason", "findings_by_kind")
+    return {**{name: getattr(summary, name) for name in names}, "incidents": incidents}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...recorder.files import replace_file
-from ...replayer.lab.results import build_id
+from ...replayer.lab.matrix import build_id
 from ..errors import AnalysisError
 from .criteria import Criterion, content_hash, judge_traces
 from .search import BisectVerdict, Mark
@@ -20,17 +20,15 @@ _OTHERWISE: Final = "name another with --log, or begin anew with --fresh"
 
 
 class BisectLog:
-    """Appends trials to the file `path`, None for none, and knows those of an earlier run of the same bisection.
+    """Appends trials to the file `path`, and knows those of an earlier run of the same bisection.
 
     `about` says in plain JSON values what the bisection is. Raise `AnalysisError` if the file cannot be read or written,
     or is about another one.
     """
 
-    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self._path = path
         self._trials: dict[str, list[BisectVerdict]] = {}
-        if path is None:
-            return
         lines = _lines(path, about)
         if lines and lines[0].get("bisect") != about:
             raise AnalysisError(
@@ -50,12 +48,9 @@ class BisectLog:
 
     def note(self, version: str, verdict: BisectVerdict, seconds: float) -> None:
         """Write a trial down."""
-        if self._path is not None:
-            self._append({"version": version, "judgement": verdict.to_json(), "seconds": round(seconds, 3)})
+        self._append({"version": version, "judgement": verdict.to_json(), "seconds": round(seconds, 3)})
 
     def _append(self, line: dict[str, Any]) -> None:
-        if self._path is None:
-            return
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "a", encoding="utf-8") as file:
@@ -68,10 +63,8 @@ class BisectLog:
 
 def _end_line(path: Path) -> None:
     """Cut off the half line of a killed run, so that the next one stands by itself."""
-    if not path.is_file():
-        return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
+    data = path.read_bytes() if path.is_file() else b"\n"
+    if not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
@@ -92,27 +85,14 @@ def _lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
             return []
         whole = [torn]
     for number, line in enumerate(whole, 1):
-        parsed = _parsed(line, trial=number > 1)
-        if parsed is None:
-            raise AnalysisError(f"{path}: line {number} is no line of a bisection's log; {_OTHERWISE}")
-        found.append(parsed)
+        try:
+            found.append(json.loads(line))
+            judgement = found[-1].get("judgement")
+            if number > 1:
+                BisectVerdict.from_json(judgement)
+        except (ValueError, AttributeError, RecursionError):
+            raise AnalysisError(f"{path}: line {number} is no line of a bisection's log; {_OTHERWISE}") from None
     return found
-
-
-def _parsed(line: str, *, trial: bool) -> dict[str, Any] | None:
-    try:
-        parsed = json.loads(line)
-        if trial:
-            BisectVerdict.from_json(parsed.get("judgement"))
-    except (ValueError, AttributeError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
-
-
-def default_cache() -> Path:
-    """Return where verdicts are kept unless the user says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "kvcanary" / "bisect"
 
 
 @cache
@@ -143,18 +123,14 @@ class VerdictCache:
             return _of_these(known, traces)
         found = judge_traces(traces, criterion)
         if found.mark is not Mark.SKIP:  # the reason may have been this machine's: no room, no memory
-            self._keep(path, found)
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                replace_file(path, json.dumps(found.to_json()).encode())
         return found
 
     def _key(self, traces: Sequence[Path], criterion: Criterion) -> str:
         parts = [judge_id(), criterion.key(), *(content_hash(trace) for trace in traces)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def _keep(self, path: Path, found: BisectVerdict) -> None:
-        # Made beside and renamed: two bisections may share a cache. Readable by this user only.
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            replace_file(path, json.dumps(found.to_json()).encode())
 
 
 def _of_these(known: BisectVerdict, traces: Sequence[Path]) -> BisectVerdict:

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
-
-VOTES: Final = ("majority", "any")
+from typing import Any
 
 
 class Mark(Enum):
@@ -45,10 +43,9 @@ def vote(verdicts: Sequence[BisectVerdict], rule: str) -> BisectVerdict:
     bad = [j for j in verdicts if j.mark is Mark.BAD]
     good = [j for j in verdicts if j.mark is Mark.GOOD]
     if not bad and not good:
-        words = verdicts[0].words if verdicts else "no trace"
-        return BisectVerdict(mark=Mark.SKIP, words=words)
+        return BisectVerdict(mark=Mark.SKIP, words=verdicts[0].words if verdicts else "no trace")
     chosen = bad if bad and (rule == "any" or len(bad) >= len(good)) else good
-    words = chosen[0].words if chosen else "no trace is good"
+    words = chosen[0].words
     if len(verdicts) > 1:
         words += f"   ({len(bad)} bad, {len(good)} good, {len(verdicts) - len(bad) - len(good)} not to be judged)"
     return BisectVerdict(mark=chosen[0].mark, words=words, seen=chosen[0].seen)
@@ -65,9 +62,8 @@ def decided(verdicts: Sequence[BisectVerdict], rule: str, left: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Where a search ended.
+    """Where a search ended: `good` and `bad` are the last version known to be good and the first known to be bad, or -1.
 
-    `good` and `bad` are the last version known to be good and the first known to be bad; -1 if there is none.
     `candidates` are those of which one is the first bad: one, or several where others could not be judged. `judged` holds
     every verdict in the order in which it was made. `problem` says why there is no answer.
     """

@@ -30,10 +30,7 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The user's command; `{version}`, `{trace}` and `{out}` in its words are put in for each trial.
-
-    `timeout_s` is the most that one trial may take, None for no limit; `keep` is where traces stay, None: nowhere.
-    """
+    """The user's command, its words filled in for each trial; `keep` is where traces stay, None for nowhere."""
 
     words: tuple[str, ...]
     timeout_s: float | None = None
@@ -49,17 +46,13 @@ class Command:
 
 
 def run_trial(command: Command, version: str, number: int, criterion: Criterion) -> BisectVerdict:
-    """Run the command once, and judge every trace that it left in its folder.
-
-    Raise `AnalysisError` if the command cannot be started at all, which no other version would change.
-    """
+    """Run the command once, and judge every trace that it left in its folder; raise `AnalysisError` if it cannot be started."""
     with tempfile.TemporaryDirectory(prefix="kvcanary-bisect-") as temporary:
         folder = Path(temporary)
         if command.keep is not None:
             folder = command.keep / f"{_file_name(version)}-{number}"
             _make(folder)
-        problem = _run(command, version, folder)
-        if problem:
+        if problem := _run(command, version, folder):
             return BisectVerdict(mark=Mark.SKIP, words=problem)
         return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
 
@@ -99,7 +92,6 @@ def _run(command: Command, version: str, folder: Path) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End whatever the command has left running, kindly first."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _GRACE_S
         for group in _groups(process.pid):
@@ -127,7 +119,6 @@ def _groups(session: int) -> set[int]:
 
 
 def _tail(output: IO[bytes]) -> str:
-    """Return the last line that the command printed."""
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - KEPT_OUTPUT_BYTES))
     lines = output.read().decode("utf-8", "replace").strip().splitlines()
@@ -152,11 +143,7 @@ def _make(folder: Path) -> None:
 
 
 def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
-    """Return the versions from `good` to `bad`, oldest first.
-
-    `text` is names joined by commas, or a file with one a line; None for the commits of the git repository here. Raise
-    `AnalysisError` if either is not among them, or in the wrong order, or a version is named twice.
-    """
+    """Return the versions from `good` to `bad`, oldest first: joined by commas, a file's lines, or git's commits here."""
     if text is None:
         return [good, *_commits(good, bad)]
     if os.path.isfile(text):  # noqa: PTH113  # a list of many versions is too long a name for a Path to be asked

@@ -21,20 +21,19 @@ class SavedVersion:
 
 
 def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[SavedVersion]:
-    """Return the versions of traces, and of folders of traces, oldest first.
+    """Return the versions of traces, and of folders of traces, oldest first; a folder is one run: its ranks, or a pair's sides.
 
-    A folder is one run: its ranks, or a prefill and a decode side. `order` names versions, or trace files, oldest first;
-    without it versions are ordered as PEP 440 says.
-
-    Raises:
-        AnalysisError: a path holds no readable trace, a trace names no version, engines are mixed, versions cannot be
-            ordered, or fewer than two are left.
+    `order` names versions, or trace files, oldest first; without it versions are ordered as PEP 440 says. Raises `AnalysisError`
+    if a path holds no readable trace, a trace names no version, engines are mixed, or there is no order, or one version only.
     """
     runs: dict[str, list[tuple[Path, ...]]] = {}
     engines: set[str] = set()
-    for path in paths:
-        run = tuple(_traces_in(path)) if path.is_dir() else (path,)
-        runs.setdefault(_name(path, run, order, engines), []).append(run)
+    try:
+        for path in paths:
+            run = tuple(traces_in(path)) if path.is_dir() else (path,)
+            runs.setdefault(_name(path, run, order, engines), []).append(run)
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
     if len(engines) > 1 and not order:
         raise AnalysisError(
             f"traces of several engines, {', '.join(sorted(engines))}, whose versions follow no common order; name those "
@@ -46,26 +45,15 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[Save
     return [SavedVersion(name=name, runs=tuple(runs[name])) for name in names]
 
 
-def _traces_in(folder: Path) -> list[Path]:
-    try:
-        return traces_in(folder)
-    except TraceError as error:
-        raise AnalysisError(str(error)) from None
-
-
 def read_order(path: Path) -> list[str]:
-    """Return the lines of a file of versions or traces, oldest first; blank lines and # comments are passed over.
-
-    Raise `AnalysisError` if it cannot be read, or names nothing.
-    """
+    """Return a file's versions or traces, oldest first, without blank lines and # comments; raise `AnalysisError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise AnalysisError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise AnalysisError(f"{path}: not UTF-8 text; expected one version a line, oldest first") from None
-    names = [line.split("#")[0].strip() for line in lines]
-    found = [name for name in names if name]
+    found = [name for line in lines if (name := line.split("#")[0].strip())]
     if not found:
         raise AnalysisError(f"{path}: names no version; expected one a line, oldest first")
     return one_each(found, str(path))
@@ -88,11 +76,8 @@ def _name(path: Path, run: tuple[Path, ...], order: Sequence[str], engines: set[
             return listed
     versions = []
     for trace in run:
-        try:
-            with TraceReader(trace) as reader:
-                engine = reader.header.engine
-        except TraceError as error:
-            raise AnalysisError(str(error)) from None
+        with TraceReader(trace) as reader:
+            engine = reader.header.engine
         engines.add(engine.name)
         versions.append(engine.commit if engine.commit in order else engine.version)
     if len(set(versions)) > 1:

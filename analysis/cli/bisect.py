@@ -76,7 +76,6 @@ class _BisectGroup(click.Group):
         return super().parse_args(ctx, args if not args or args[0] == "run" else ["saved", *args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete what `saved` takes, too: its options, and files."""
         saved = self.commands["saved"]
         with saved.make_context("saved", [], parent=ctx, resilient_parsing=True) as of_saved:
             if incomplete.startswith("-"):
@@ -88,26 +87,18 @@ class _BisectGroup(click.Group):
         return known + [item for item in found if item.value not in {one.value for one in known}]
 
 
-_CRITERION_OPTIONS: Final = (
-    click.option("--incident", default="", metavar="KIND", help="Bad is an incident of this kind."),
-    click.option("--finding", default="", metavar="KIND", help="Bad is a finding of this kind."),
-    click.option("--reference", default="", metavar="TRACE", help="Bad is a difference from this trace."),
-    click.option("--sql", default="", metavar="QUERY", help="Bad is a query whose first value is true."),
-    click.option("--no-kv", is_flag=True, help="With --reference: compare no KV bytes."),
-    click.option("--kv-tolerance", type=click.FloatRange(min=0), help="With --reference: as in kvcanary diff."),
-    click.option(
-        "--vote",
-        type=click.Choice(["majority", "any"]),
-        default="majority",
-        show_default=True,
-        help="How several runs of a version count; a draw is bad.",
-    ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-)
-
-
 def _criterion_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_CRITERION_OPTIONS):
+    votes, how = click.Choice(["majority", "any"]), "How several runs of a version count; a draw is bad."
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        click.option("--vote", type=votes, default="majority", show_default=True, help=how),
+        click.option("--kv-tolerance", type=click.FloatRange(min=0), help="With --reference: as in kvcanary diff."),
+        click.option("--no-kv", is_flag=True, help="With --reference: compare no KV bytes."),
+        click.option("--sql", default="", metavar="QUERY", help="Bad is a query whose first value is true."),
+        click.option("--reference", default="", metavar="TRACE", help="Bad is a difference from this trace."),
+        click.option("--finding", default="", metavar="KIND", help="Bad is a finding of this kind."),
+        click.option("--incident", default="", metavar="KIND", help="Bad is an incident of this kind."),
+    ):
         command = option(command)
     return command
 
@@ -140,12 +131,13 @@ def saved_command(
         raise click.UsageError("--cache and --no-cache exclude one another")
 
     def bisect(criterion: Criterion, report: Report) -> Bisection:
+        from ...kernels.user_cache import user_cache
         from ..bisect.bisection import bisect_saved
-        from ..bisect.log import VerdictCache, default_cache
+        from ..bisect.log import VerdictCache
         from ..bisect.versions import read_order, read_versions
 
         versions = read_versions(traces, read_order(order) if order else ())
-        kept = VerdictCache(None if no_cache else cache or default_cache())
+        kept = VerdictCache(None if no_cache else cache or user_cache() / "bisect")
         return bisect_saved(versions, criterion, kept, rule=options["vote"], report=report)
 
     _finish(bisect, options, anew="--no-cache")
@@ -235,10 +227,11 @@ def _finish(bisect: Callable[[Criterion, Report], Bisection], options: dict[str,
 
 
 def _lines(found: Bisection, anew: str) -> list[str]:
-    asked = len(found.search.judged)
-    verdicts = "verdict" if found.cached == 1 else "verdicts"
-    cached = f", {found.cached:,} {verdicts} from before ({anew} judges anew)" if found.cached else ""
-    lines = ["", f"judged  {asked} of {len(found.versions)} versions by {found.criterion.words()}{cached}"]
+    from ...replayer.cli.incident_blocks import count_of
+
+    cached = f", {count_of(found.cached, 'verdict')} from before ({anew} judges anew)" if found.cached else ""
+    asked = f"{len(found.search.judged)} of {len(found.versions)} versions"
+    lines = ["", f"judged  {asked} by {found.criterion.words()}{cached}"]
     if found.first_bad is not None:
         lines.append(f"FOUND   {found.first_bad} is the first bad version")
     elif found.candidates:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 EXIT_NOT_COMPARABLE: Final = 125
 MAX_SHOWN: Final = 10
+_KV: Final = {"kv", "kv_changed"}
 
 _EPILOG = """\b
 Examples:
@@ -91,7 +92,7 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
     """
     from ..diff.compare import diff_traces
 
-    settings = _settings(**options)
+    settings = _settings(options)
     try:
         with _progress(quiet or as_json) as on_progress:
             result = diff_traces(a, b, settings=settings, on_progress=on_progress)
@@ -117,37 +118,21 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
     sys.exit(result.exit_code)
 
 
-def _settings(
-    *,
-    align: str,
-    only: str | None,
-    ignore: str | None,
-    strict: bool,
-    no_kv: bool,
-    kv_tolerance: float | None,
-    kv_dtype: str | None,
-    requests: str | None,
-    any_model: bool,
-) -> DiffSettings:
-    if no_kv and kv_tolerance is not None:
+def _settings(asked: dict[str, Any]) -> DiffSettings:
+    no_kv, tolerance, requests = asked["no_kv"], asked["kv_tolerance"], asked["requests"]
+    if no_kv and tolerance is not None:
         raise click.UsageError("--no-kv and --kv-tolerance exclude one another")
-    if kv_tolerance is not None and not math.isfinite(kv_tolerance):
-        raise click.UsageError(f"--kv-tolerance is {kv_tolerance}, expected a number; --no-kv leaves KV bytes out")
-    kinds = _kinds(only, ignore, strict)
+    if tolerance is not None and not math.isfinite(tolerance):
+        raise click.UsageError(f"--kv-tolerance is {tolerance}, expected a number; --no-kv leaves KV bytes out")
+    kinds = _kinds(asked["only"], asked["ignore"], asked["strict"])
     names = tuple(name.strip() for name in (requests or "").split(",") if name.strip())
     if requests is not None and not names:
         raise click.UsageError("--requests names none; expected names or ids joined by commas")
-    if no_kv and not kinds - {"kv", "kv_changed"}:
+    if no_kv and not kinds - _KV:
         raise click.UsageError("nothing is left to compare: --only names KV bytes, --no-kv leaves them out")
-    return DiffSettings(
-        align=align,
-        kinds=kinds,
-        kv=not no_kv and bool(kinds & {"kv", "kv_changed"}),
-        kv_tolerance=kv_tolerance,
-        kv_dtype=kv_dtype or "",
-        requests=names,
-        any_model=any_model,
-    )
+    same = {name: asked[name] for name in ("align", "kv_tolerance", "any_model")}
+    kv = not no_kv and bool(kinds & _KV)
+    return DiffSettings(kinds=kinds, kv=kv, kv_dtype=asked["kv_dtype"] or "", requests=names, **same)
 
 
 def _kinds(only: str | None, ignore: str | None, strict: bool) -> frozenset[str]:
@@ -198,15 +183,13 @@ def _show(console: Console, result: DiffResult) -> None:
     for name, trace, header, walk in zip("AB", (result.a, result.b), result.headers, result.totals, strict=True):
         engine = " ".join(part for part in (header["engine"]["name"], header["engine"]["version"]) if part)
         facts = [engine, header["model"]["name"], f"{walk.forwards:,} forwards", f"{walk.tokens:,} tokens"]
-        line = Text.assemble((f"{name}  {printable(trace)}", "bold"), "   ", printable("   ".join(facts)))
-        console.print(line, soft_wrap=True)
+        head = Text.assemble((f"{name}  {printable(trace)}", "bold"), "   ", printable("   ".join(facts)))
+        console.print(head, soft_wrap=True)
     pairing, compared = result.pairing, result.compared
-    parts = [f"{compared['tokens']:,} tokens", f"{compared['sampled']:,} sampled"]
-    parts.append(f"KV bytes of {compared['kv']:,}" if "kv" in compared else "no KV bytes")
-    aligned = (
-        f"aligned by {pairing.by}: {pairing.pairs:,} requests of {pairing.a_requests:,} and {pairing.b_requests:,}"
-    )
-    console.print(Text(f"{aligned}   compared: {', '.join(parts)}", style="dim"), soft_wrap=True)
+    line = f"aligned by {pairing.by}: {pairing.pairs:,} requests of {pairing.a_requests:,} and {pairing.b_requests:,}"
+    line += f"   compared: {compared['tokens']:,} tokens, {compared['sampled']:,} sampled, "
+    line += f"KV bytes of {compared['kv']:,}" if "kv" in compared else "no KV bytes"
+    console.print(Text(line, style="dim"), soft_wrap=True)
     for note in result.notes:
         console.print(Text(f"note  {printable(note)}", style="dim"), soft_wrap=True)
     console.print()
@@ -216,12 +199,11 @@ def _show(console: Console, result: DiffResult) -> None:
         console.print(Padding(grid(_first(result.first)), (0, 0, 0, 2), expand=False))
         console.print()
         console.print(Padding(_table(result), (0, 0, 0, 2), expand=False))
-    words = result.timing.words()
-    if words:
+    if words := result.timing.words():
         console.print()
         console.print(Text("only in timing", style="dim"))
-        for words_of in words:
-            console.print(Text(f"  {words_of}"), soft_wrap=True)
+        for line in words:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     console.print()
     console.print(Text(_next(result), style="dim"), soft_wrap=True)
 
@@ -235,22 +217,17 @@ def _verdict(result: DiffResult) -> Text:
     text = Text(result.verdict.upper(), style=styles.get(result.verdict, "bold green"))
     said = []
     if result.verdict == DIFFERENT:
-        said.append(
-            f"{result.num_different:,} of {max(result.pairing.a_requests, result.pairing.b_requests):,} requests"
-        )
-        counts = [
-            f"{kind} {result.counts[kind]:,}" for kind in KINDS if kind in result.counts and kind in result.counted
-        ]
-        said.append(", ".join(counts))
+        requests = max(result.pairing.a_requests, result.pairing.b_requests)
+        counted = [kind for kind in KINDS if kind in result.counts and kind in result.counted]
+        said.append(f"{result.num_different:,} of {requests:,} requests")
+        said.append(", ".join(f"{kind} {result.counts[kind]:,}" for kind in counted))
     elif result.verdict != INCONCLUSIVE:
         said.append("no request differs" + ("" if result.timing.same else ", but for the timing below"))
     left = [f"{kind} {n:,}" for kind, n in result.counts.items() if kind not in result.counted and n]
     if left:
         said.append(f"not counted: {', '.join(left)}")
-    text.append("   " + "   ".join(said), style="default not bold")
-    if result.doubts:
-        text.append("   " + printable("; ".join(result.doubts)), style="default not bold")
-    return text
+    doubts = [printable("; ".join(result.doubts))] if result.doubts else []
+    return text.append("   " + "   ".join([*(said or [""]), *doubts]), style="default not bold")
 
 
 def _first(first: Difference) -> list[tuple[str, str]]:
@@ -274,12 +251,10 @@ def _table(result: DiffResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("request")
+    table = Table("request", box=None, padding=(0, 2, 0, 0))
     table.add_column("kind", no_wrap=True)
-    for title in ("position", "forward A"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("forward B", justify="right")
+    for title in ("position", "forward A", "forward B"):
+        table.add_column(title, justify="right", no_wrap=title != "forward B")
     table.add_column("what comes first", overflow="fold")
     for request in result.requests[:MAX_SHOWN]:
         first = request[0]

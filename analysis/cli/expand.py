@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,11 +52,10 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
     once; of a report of a stepwise replay the rows are copied as they are.
     """
     from ...recorder.errors import TraceError
-    from ...replayer.report.merged.expansion import ExpansionError
     from ..store.output import spare
     from ..store.sources import find_sources
 
-    with errors_end(ExpansionError, TraceError):
+    with errors_end(TraceError):
         [source] = find_sources([report], trace=trace)
         if source.report is None:
             raise AnalysisError(f"{report}: a trace without a report; name the folder that kvcanary-replay wrote")
@@ -75,9 +75,8 @@ def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | No
     """Write the file; nobody sees half of it, and only its owner may read it."""
     import pyarrow.parquet as pq
 
-    from ...replayer.report.merged.expansion import expand_tables, read_violations
     from ...replayer.report.violations import VIOLATION_SCHEMA
-    from ..incidents.places import open_parquet, require_columns
+    from ..store.expansion import expand_tables, read_violations
     from ..store.output import private_output
 
     made = {"rows": 0, "merged_rows": 0}
@@ -87,13 +86,13 @@ def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | No
             made[name] += table.num_rows
             yield table
 
-    path = report / "violations.parquet"
-    if path.is_file():
-        with open_parquet(path) as found:
-            require_columns(path, found, VIOLATION_SCHEMA.names)
+    merged = counted(read_violations(report / "violations.parquet"), "merged_rows")
     try:
-        with private_output(target) as file, pq.ParquetWriter(file, VIOLATION_SCHEMA, compression="zstd") as writer:
-            tables = expand_tables(counted(read_violations(path), "merged_rows"), traces)
+        with (
+            private_output(target) as file,
+            pq.ParquetWriter(file, VIOLATION_SCHEMA, compression="zstd") as writer,
+            closing(expand_tables(merged, traces)) as tables,
+        ):
             for table in _shown(counted(tables, "rows"), total):
                 writer.write_table(table)
     except OSError as error:
@@ -102,7 +101,6 @@ def _write(report: Path, traces: tuple[Path, ...], target: Path, total: int | No
 
 
 def _shown(tables: Iterator[pa.Table], total: int | None) -> Iterator[pa.Table]:
-    """Show how far it has come, on a terminal."""
     if not sys.stderr.isatty():
         yield from tables
         return

@@ -46,12 +46,18 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
     are none, the kinds are less certain.
     """
-    from ..incidents.finding import find_incidents, read_incidents, write_incidents
-    from ..store.sources import read_summary
+    from ..incidents.finding import find_incidents, read_incidents, trace_files, write_incidents
+    from ..store.sources import find_sources, read_summary
 
     with errors_end():
         summary = read_summary(report)
-        traces, why = _traces(report, trace)
+        [source] = find_sources([report], trace=trace)
+        traces, why = list(source.files), source.problem
+        if (
+            source.segments
+        ):  # all that lie there, also before those that the report speaks of: they show how it came to that
+            whole = source.segments[0].with_name(Path(summary["trace"]).name)
+            traces, why = trace_files(whole, str(summary.get("trace_id"))), ""
         torn = _torn_since(summary, traces)
         stored = None if traces and not torn else read_incidents(report)
         if stored is None:
@@ -75,22 +81,6 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
     begin = summary.get("first_time_ns")
     begin = begin if isinstance(begin, int) else 0
     _show(console_for(sys.stdout), report, rows, len(incidents), begin, explained=explain is not None)
-
-
-def _traces(report: Path, moved_to: Path | None) -> tuple[list[Path], str]:
-    """Return the files of the report's trace, [] and why where they are not there.
-
-    Of a recording in segments these are all that lie there, also before those that the report speaks of: they show how
-    it came to that.
-    """
-    from ..incidents.finding import trace_files
-    from ..store.sources import find_sources
-
-    [source] = find_sources([report], trace=moved_to)
-    if source.segments and source.summary is not None:
-        whole = source.segments[0].with_name(Path(source.summary["trace"]).name)
-        return trace_files(whole, str(source.summary.get("trace_id"))), ""
-    return list(source.files), source.problem
 
 
 def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:

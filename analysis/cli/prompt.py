@@ -20,74 +20,54 @@ _HELP = r"""End a statement with ; (several lines are fine).
 \q        leave (or Ctrl-D)                  Ctrl-C    drop the statement, or stop the query"""
 
 
-class Prompt:
-    """Reads statements and answers them until the user leaves.
+def converse(
+    session: SqlSession, *, show: Callable[[str], None], read: Callable[[str], str], write: Callable[[str], None]
+) -> None:
+    """Read statements and answer them until the input ends or the user leaves.
 
     `show` prints the rows of a query, or raises `SqlError`; `read` is like `input`; `write` prints a line.
     """
-
-    def __init__(
-        self,
-        session: SqlSession,
-        *,
-        show: Callable[[str], None],
-        read: Callable[[str], str],
-        write: Callable[[str], None],
-    ) -> None:
-        self._session = session
-        self._show = show
-        self._read = read
-        self._write = write
-
-    def run(self) -> None:
-        """Answer until the input ends."""
-        pending = ""
-        while True:
-            try:
-                line = self._read(NEXT_LINE if pending else FIRST_LINE)
-            except EOFError:
-                self._write("")
-                return
-            except KeyboardInterrupt:
-                self._write("")
-                pending = ""
-                continue
-            if not pending and line.strip().startswith("\\"):
-                if not self._command(line.strip()):
-                    return
-                continue
-            pending = f"{pending}\n{line}" if pending else line
-            if not pending.strip():
-                pending = ""
-            elif pending.rstrip().endswith(";"):
-                self._answer(pending)
-                pending = ""
-
-    def _command(self, line: str) -> bool:
-        """Obey a backslash command; False to leave."""
-        name, _, argument = line[1:].partition(" ")
-        argument = argument.strip().rstrip(";")
-        if name == "q":
-            return False
-        if name == "d" and argument in _MACROS:  # which DuckDB does not describe
-            self._write(self._session.relations()[argument])
-        elif name == "d" and argument:
-            self._answer('describe "' + argument.replace('"', '""') + '"')
-        elif name == "d":
-            width = max(map(len, self._session.relations()))
-            for relation, description in self._session.relations().items():
-                self._write(f"{relation:{width}}  {description.split('. ')[0].rstrip('.')}")
-        else:
-            self._write(_HELP)
-        return True
-
-    def _answer(self, query: str) -> None:
+    pending = ""
+    while True:
         try:
-            self._show(query)
-        except SqlError as error:
-            self._write(str(error))
-        except KeyboardInterrupt:
-            self._write("interrupted")
+            line = read(NEXT_LINE if pending else FIRST_LINE)
+        except (EOFError, KeyboardInterrupt) as end:
+            write("")
+            pending = ""
+            if isinstance(end, EOFError):
+                return
+            continue
+        pending = f"{pending}\n{line}" if pending else line
+        name, _, argument = pending.strip().partition(" ")
+        argument = argument.strip().rstrip(";")
+        if not name:
+            pending = ""
+        elif not name.startswith("\\"):
+            if not pending.rstrip().endswith(";"):
+                continue
+            _answer(pending, show, write)
+        elif name == r"\q":
+            return
+        elif name == r"\d" and argument in _MACROS:  # which DuckDB does not describe
+            write(session.relations()[argument])
+        elif name == r"\d" and argument:
+            _answer('describe "' + argument.replace('"', '""') + '"', show, write)
+        elif name == r"\d":
+            width = max(map(len, session.relations()))
+            for relation, description in session.relations().items():
+                write(f"{relation:{width}}  {description.split('. ')[0].rstrip('.')}")
+        else:
+            write(_HELP)
+        pending = ""
+
+
+def _answer(query: str, show: Callable[[str], None], write: Callable[[str], None]) -> None:
+    try:
+        show(query)
+    except SqlError as error:
+        write(str(error))
+    except KeyboardInterrupt:
+        write("interrupted")
 
 
 @contextlib.contextmanager
@@ -98,7 +78,8 @@ def line_editing(words: Callable[[], list[str]]) -> Iterator[None]:
     except ImportError:
         yield
         return
-    history = _history_path()
+    state = os.environ.get("XDG_STATE_HOME", "")
+    history = (Path(state) if state else Path.home() / ".local" / "state") / "kvcanary" / "sql_history"
     with contextlib.suppress(OSError):
         readline.read_history_file(history)
     known: list[str] = []
@@ -125,8 +106,3 @@ def completion(words: list[str], text: str, state: int) -> str | None:
     before, dot, part = text.rpartition(".")
     found = [before + dot + word for word in words if word.lower().startswith(part.lower())]
     return found[state] if state < len(found) else None
-
-
-def _history_path() -> Path:
-    state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "kvcanary" / "sql_history"

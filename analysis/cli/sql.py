@@ -69,7 +69,7 @@ def sql_command(
     if form in ("parquet", "arrow") and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {form} is not for a terminal; name a file with -o")
     try:
-        _run(paths, query, script, output, form, **options)
+        _run(paths, query, script, output, form, options)
     except AnalysisError as error:
         say_error(error)
         if "disabled by configuration" in str(error) or "has been locked" in str(error):
@@ -79,54 +79,40 @@ def sql_command(
 
 def _split(arguments: tuple[str, ...]) -> tuple[list[Path], str | None]:
     """Tell sources from the query: the last argument is one where no such file exists and it has more than a word."""
-    last = arguments[-1]
+    last, paths = arguments[-1], [Path(argument) for argument in arguments]
     if not last.strip():
         raise click.UsageError("the query, or a name, is empty; is a variable of the shell unset?")
-    if len(arguments) > 1 and not _exists(last) and (len(last.split()) > 1 or last.rstrip().endswith(";")):
-        return [Path(argument) for argument in arguments[:-1]], last
-    return [Path(argument) for argument in arguments], None
-
-
-def _exists(text: str) -> bool:
     try:
-        return Path(text).exists()
+        exists = paths[-1].exists()
     except (OSError, ValueError):  # too long for a name
-        return False
+        exists = False
+    is_query = len(arguments) > 1 and not exists and (len(last.split()) > 1 or last.rstrip().endswith(";"))
+    return (paths[:-1], last) if is_query else (paths, None)
 
 
 def _run(
-    paths: list[Path],
-    query: str | None,
-    script: Path | None,
-    output: Path | None,
-    form: str,
-    *,
-    rows: int,
-    trace: Path | None,
-    save: bool,
-    live: bool,
-    unlocked: bool,
+    paths: list[Path], query: str | None, script: Path | None, output: Path | None, form: str, options: dict[str, Any]
 ) -> None:
     from ..store.output import spare
     from ..store.session import open_sources
     from ..store.sources import find_sources
     from ..store.store import build_store
 
-    sources = find_sources([source for path in paths for source in traces_named(path)], trace=trace)
+    sources = find_sources([source for path in paths for source in traces_named(path)], trace=options["trace"])
     if output is not None:
         spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
-    if save:
+    if options["save"]:
         for source in sources:
             say(f"wrote   {build_store(source)}", err=True)
         if query is None and script is None:
             return
     text = query if query is not None else _read_script(script)
-    with open_sources(sources, use_store=not live, unlocked=unlocked) as session:
+    with open_sources(sources, use_store=not options["live"], unlocked=options["unlocked"]) as session:
         _tell_problems(sources, session)
         if text is None:
-            _prompt(session, form, rows)
+            _prompt(session, form, options["rows"])
         elif text.strip():
-            _show(session, text, form, rows, output)
+            _show(session, text, form, options["rows"], output)
 
 
 def traces_named(path: Path) -> list[Path]:
@@ -164,7 +150,6 @@ def _read_script(script: Path | None) -> str | None:
 
 
 def _tell_problems(sources: list[Source], session: SqlSession) -> None:
-    """Say on standard error what the answers cannot know."""
     from ..store.triage import is_whole, lost_line
 
     for source in sources:
@@ -198,10 +183,10 @@ def _show(session: SqlSession, query: str, form: str, rows: int, output: Path | 
 
 
 def _prompt(session: SqlSession, form: str, rows: int) -> None:
-    from .prompt import Prompt, line_editing
+    from .prompt import converse, line_editing
 
     if form in ("parquet", "arrow"):
         raise click.UsageError(f"--format {form} goes with a query")
     click.echo("\\h for help, \\d for what there is, \\q to leave")
     with line_editing(session.words):
-        Prompt(session, show=lambda query: _show(session, query, form, rows, None), read=input, write=click.echo).run()
+        converse(session, show=lambda query: _show(session, query, form, rows, None), read=input, write=click.echo)

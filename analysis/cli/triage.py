@@ -15,7 +15,6 @@ from ..errors import AnalysisError
 from . import errors_end, report_argument, say_error, trace_option
 
 if TYPE_CHECKING:
-    from ..store.session import SqlSession
     from ..store.sources import Source
     from ..store.triage import Triage
 
@@ -49,38 +48,29 @@ def triage_command(report: Path, trace: Path | None, show_sql: bool, as_json: bo
     REPORT is the folder that kvcanary-replay wrote. The first call writes report.duckdb into it, which answers from
     then on and opens with any DuckDB client.
     """
+    from ...replayer.report.report import STORE_NAME
+    from ..store.session import open_sources
     from ..store.sources import find_sources, read_summary
+    from ..store.store import fresh_store, made_store
     from ..store.triage import triage
 
     with errors_end():
         read_summary(report)
         [source] = find_sources([report], trace=trace)
-        with _session(source) as session:
+        if source.trace is None and fresh_store(source) is None:
+            raise AnalysisError(
+                f"{source.problem}; without {STORE_NAME}, which {source.report} does not have, triage reads the trace: "
+                "say with --trace where it is now"
+            )
+        if why := made_store(source):
+            say_error(f"{why}; answering from the files, which is slower", kind="note: ")
+        with open_sources([source]) as session:
             found = triage(session)
     if as_json:
         click.echo(json.dumps(_to_json(source, found), indent=2, default=str))
         return
     for line in _lines(source, found, show_sql):
         click.echo(line)
-
-
-def _session(source: Source) -> SqlSession:
-    """Open the report's store, made first where there is none that fits; without one where it cannot be written."""
-    from ...replayer.report.report import STORE_NAME
-    from ..store.session import open_sources
-    from ..store.store import build_store, fresh_store
-
-    if fresh_store(source) is None:
-        if source.trace is None:
-            raise AnalysisError(
-                f"{source.problem}; without {STORE_NAME}, which {source.report} does not have, triage reads the trace: "
-                "say with --trace where it is now"
-            )
-        try:
-            build_store(source)
-        except AnalysisError as error:
-            say_error(f"{error}; answering from the files, which is slower", kind="note: ")
-    return open_sources([source])
 
 
 def _to_json(source: Source, found: Triage) -> dict[str, object]:

@@ -8,16 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray
-from ...recorder.trace.header import PoolGroup, TraceHeader
+from ...recorder.trace.header import TraceHeader
 from .settings import KV_DTYPES, DiffSettings, NotComparableError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedGroup:
-    """One pool group as one of the two traces has it.
+    """One pool group as one of the two traces has it; both read `window` positions (0: all).
 
-    `window` is the number of positions that both traces read (0: all). `streams` are the places, in the runner's stream
-    order, of the KV streams that both have, `capture_bytes` of each compared.
+    `streams` are the places, in the runner's stream order, of the KV streams that both have, `capture_bytes` of each compared.
     """
 
     index: int
@@ -51,7 +50,10 @@ def plan_comparison(a: TraceHeader, b: TraceHeader, settings: DiffSettings) -> C
     kv = settings.kv and _kv_wanted(a, b, settings, notes)
     sides: tuple[list[ComparedGroup], list[ComparedGroup]] = ([], [])
     for pair in pairs:
-        window = _window(a.groups[pair[0]], b.groups[pair[1]], notes)
+        mine, theirs = a.groups[pair[0]], b.groups[pair[1]]
+        if mine.window != theirs.window:
+            notes.append(f"group {mine.name}: windows of {mine.window} and {theirs.window}; what both read is compared")
+        window = min(mine.window, theirs.window)
         streams = _paired_streams(a, pair[0], b, pair[1]) if kv else []
         sizes = tuple(stream[2] for stream in streams)
         for side, index in enumerate(pair):
@@ -103,7 +105,6 @@ def _same_tokens(a: TraceHeader, b: TraceHeader, notes: list[str]) -> None:
 
 
 def _paired_groups(a: TraceHeader, b: TraceHeader, runner: int, notes: list[str]) -> list[tuple[int, int]]:
-    """Pair a runner's groups by kind and order."""
     mine, theirs = ([i for i, g in enumerate(h.groups) if g.runner == runner] for h in (a, b))
     pairs: list[tuple[int, int]] = []
     for kind in ("full", "swa"):
@@ -115,12 +116,6 @@ def _paired_groups(a: TraceHeader, b: TraceHeader, runner: int, notes: list[str]
                 f"runner {runner}: A has {len(ours)} {kind} pool groups, B has {len(others)}; what both have is compared"
             )
     return pairs
-
-
-def _window(a: PoolGroup, b: PoolGroup, notes: list[str]) -> int:
-    if a.window != b.window:
-        notes.append(f"group {a.name}: windows of {a.window} and {b.window}; what both read is compared")
-    return min(a.window, b.window)
 
 
 def _kv_wanted(a: TraceHeader, b: TraceHeader, settings: DiffSettings, notes: list[str]) -> bool:
@@ -161,7 +156,12 @@ def _paired_streams(a: TraceHeader, first: int, b: TraceHeader, second: int) -> 
 
 FloatArray = npt.NDArray[np.float64]
 
-_ALIASES: Final = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"} | {
+_ALIASES: Final = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
     "float8_e4m3fn": "fp8_e4m3",
     "fp8": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
@@ -178,10 +178,8 @@ def values_of(data: ByteArray, dtype: str) -> FloatArray:
     """Return bytes `[n, width]` of one of `KV_DTYPES` as values `[n, width / item size]`, NaN and infinities as they are."""
     rows = np.ascontiguousarray(data)
     with np.errstate(invalid="ignore"):  # any byte may come, a signalling NaN too
-        if dtype == "fp32":
-            return rows.view("<f4").astype(np.float64)
-        if dtype == "fp16":
-            return rows.view("<f2").astype(np.float64)
+        if dtype in ("fp32", "fp16"):
+            return rows.view({"fp32": "<f4", "fp16": "<f2"}[dtype]).astype(np.float64)
         if dtype == "bf16":
             return (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
         if dtype == "fp8_e5m2":
@@ -192,10 +190,7 @@ def values_of(data: ByteArray, dtype: str) -> FloatArray:
 
 
 def beyond(a: ByteArray, b: ByteArray, dtype: str, tolerance: float) -> npt.NDArray[np.bool_]:
-    """Say for each row, `[n] bool`, whether any of its values differ by more than `tolerance * (1 + |b|)`.
-
-    Equal bytes are equal values, NaN and infinities too; either of them against anything else is a difference.
-    """
+    """Say for each row, `[n] bool`, if any of its values differ by more than `tolerance * (1 + |b|)`; equal bytes do not."""
     mine, theirs = values_of(a, dtype), values_of(b, dtype)
     with np.errstate(invalid="ignore"):
         near = np.abs(mine - theirs) <= tolerance * (1.0 + np.abs(theirs))
@@ -212,7 +207,6 @@ def largest_difference(a: ByteArray, b: ByteArray, dtype: str) -> float:
 
 
 def _equal(a: ByteArray, b: ByteArray, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """Say which values, `shape` `[n, values]`, have the same bytes."""
     return np.asarray((a == b).reshape(*shape, -1).all(axis=2))
 
 

@@ -13,8 +13,7 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.recordings import group_recordings, recording_name, traces_in
 from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
-from ..store.live import private_folder, quoted
-from ..store.session import connect
+from ..store.live import connect, private_folder, quoted
 from .comparability import ComparisonPlan, plan_comparison
 from .differences import find_differences
 from .facts import FACTS, Sinks
@@ -37,17 +36,10 @@ def diff_traces(
     settings: DiffSettings | None = None,
     on_progress: Progress = lambda *_: None,
 ) -> DiffResult:
-    """Compare two traces.
+    """Compare two traces, each a file, a folder with the segments of one recording, or those segments; `a` is taken for right.
 
-    Args:
-        a: the trace that is taken for right: a file, a folder with the segments of one recording, or those segments.
-        b: the other one.
-        settings: how.
-        on_progress: called with what is being done ("A", "B" or "joining"), bytes done, and bytes in all.
-
-    Raises:
-        NotComparableError: nothing can be said about these two.
-        AnalysisError: a trace cannot be read, or the temporary files cannot be written.
+    `on_progress` is called with what is being done ("A", "B" or "joining"), bytes done, and bytes in all. Raises
+    `NotComparableError`, and `AnalysisError` if a trace cannot be read or the temporary files cannot be written.
     """
     settings = settings or DiffSettings()
     try:
@@ -61,9 +53,8 @@ def diff_traces(
                 _walk(files[1], headers[1], plan, 1, folder, on_progress),
             )
             on_progress("joining", 0, 0)
-            connection = _connect(folder, resources)
-            named = (_named(a), _named(b))
-            return _join(connection, named, headers, plan, settings, totals)
+            names = [str(trace) if isinstance(trace, Path) else recording_name(trace) for trace in (a, b)]
+            return _join(_connect(folder, resources), names, headers, plan, settings, totals)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     except OSError as error:
@@ -73,10 +64,6 @@ def diff_traces(
         ) from None
     except duckdb.OutOfMemoryException as error:
         raise AnalysisError(f"no room for the join: {error}; narrow it with --requests, or --no-kv") from None
-
-
-def _named(trace: Path | Sequence[Path]) -> str:
-    return str(trace) if isinstance(trace, Path) else recording_name(trace)
 
 
 def _files(trace: Path | Sequence[Path]) -> Sequence[Path]:
@@ -124,7 +111,7 @@ def _connect(folder: Path, resources: ExitStack) -> Any:
 
 def _join(
     connection: Any,
-    traces: tuple[str, str],
+    traces: Sequence[str],
     headers: tuple[TraceHeader, TraceHeader],
     plan: ComparisonPlan,
     settings: DiffSettings,
@@ -172,7 +159,6 @@ def _described(header: TraceHeader) -> dict[str, Any]:
 
 
 def _requests(connection: Any, wording: Wording) -> tuple[tuple[Difference, ...], ...]:
-    """Return the requests that differ first, each with its differences in order."""
     places = " ".join(f"when '{kind}' then {place}" for place, kind in enumerate(KINDS))
     found: dict[Any, list[Difference]] = {}
     # pair is -1 for what no request of both traces can be blamed for

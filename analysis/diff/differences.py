@@ -20,10 +20,7 @@ AT_THE_END: Final = 1 << 62
 def find_differences(
     connection: Any, plan: ComparisonPlan, settings: DiffSettings, *, whole: tuple[bool, bool]
 ) -> dict[str, int]:
-    """Fill `firsts` and return how much was compared: tokens, sampled tokens, KV places.
-
-    `connection` has the facts of both traces and the table `pairs`; `whole` says of each whether nothing is missing.
-    """
+    """Fill `firsts` and return how much was compared; `whole`: of each trace, whether nothing is missing."""
     sql = Statements(connection, "differences")
     sql.run("firsts")
     kept: dict[str, str] = {}

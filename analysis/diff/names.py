@@ -5,8 +5,7 @@ really read. A healthy request's name at p so depends on its tokens only, wherev
 slot that holds anything else has another name.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +44,7 @@ def through(lut: Int64Array | None, slots: Int64Array, outside: int) -> Int64Arr
     return np.where((slots >= 0) & (slots < len(lut)), lut[np.clip(slots, 0, len(lut) - 1)], outside)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """What the requests of a forward read from a group, `bs` requests of `extend` tokens each, `T` in all.
 
     `names` `[T]`: of the tokens written. `reads` `[T]`: fingerprint of the content that each token sees before it;
@@ -134,25 +132,17 @@ class SlotNames:
         start = np.repeat(begin, extend)
         if window:
             start = np.maximum(start, token_at - window)
-        wrong = np.full(len(rows), -1, np.int64)
-        wrong_slot = np.full(len(rows), -1, np.int64)
+        wrong, wrong_slot = np.full((2, len(rows)), -1, np.int64)
+        misreads = np.zeros(len(words), np.uint64)
         if foreign.any():
             misreads = _between(np.where(foreign, weighted, np.uint64(0)), start, token_at)
             which = np.flatnonzero(foreign[cached])[::-1]  # backwards: the first one stays
             wrong[request[cached][which]] = at[which]
             wrong_slot[request[cached][which]] = slots[which]
-        else:
-            misreads = np.zeros(len(words), np.uint64)
         lost = seen == LOST
         unsure = _between(lost.astype(np.uint64), start, token_at) > 0 if lost.any() else np.zeros(len(words), np.bool_)
-        return Reading(
-            names=names,
-            reads=_between(weighted, start, token_at),
-            misreads=misreads,
-            unsure=unsure,
-            wrong=wrong,
-            wrong_slot=wrong_slot,
-        )
+        reads = _between(weighted, start, token_at)
+        return Reading(names, reads, misreads, unsure, wrong, wrong_slot)
 
     def write(self, slots: Int64Array, names: Names, ids: Int64Array, positions: Int64Array) -> None:
         """Take what was written; slots that the pool does not have, and slot 0, are passed over."""
@@ -256,6 +246,5 @@ class SlotNames:
 
 
 def _between(values: Names, start: Int64Array, end: Int64Array) -> Names:
-    """Return the sums of `values[start[i] : end[i]]`, modulo 2^64."""
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
     return sums[end] - sums[start]

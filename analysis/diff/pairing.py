@@ -1,7 +1,7 @@
 """Which request of one trace is which of the other."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ..errors import AnalysisError
 from ..store.live import quoted
@@ -9,17 +9,10 @@ from .differences import AT_THE_END
 from .settings import DiffSettings, NotComparableError
 from .statements import Statements, number
 
-_BY_ID: Final = "label"
-_BY_ROOM: Final = "nullif(room, -1)::varchar"
-_BY_PROMPT: Final = "prompt_hash::varchar"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """How requests were aligned, how many there are on each side, and how many pairs; of those asked for, if any were.
-
-    `absent` are the names and ids asked for that neither trace has.
-    """
+    """How requests were aligned, how many each side has, how many pairs; `absent`: asked for, and in neither trace."""
 
     by: str
     a_requests: int
@@ -31,12 +24,10 @@ class Pairing:
 def pair_requests(connection: Any, settings: DiffSettings, *, hand_over: bool, whole: bool, hashed: bool) -> Pairing:
     """Make the table `pairs`; `whole` says that nothing of either trace is missing, `hashed` that the tokens are hashes.
 
-    Raises:
-        NotComparableError: the traces have no request in common, or hashes by different salts.
-        AnalysisError: none of the requests asked for is there.
+    Raises `NotComparableError` without a request in common or with different salts, `AnalysisError` if none asked for is there.
     """
     sql = Statements(connection, "pairing")
-    keys = {"id": _BY_ROOM if hand_over else _BY_ID, "prompt": _BY_PROMPT}
+    keys = {"id": "nullif(room, -1)::varchar" if hand_over else "label", "prompt": "prompt_hash::varchar"}
 
     def count(by: str) -> int:
         sql.run("pairs", key=keys[by], whole=whole)
@@ -78,7 +69,6 @@ def _totals(connection: Any) -> list[int]:
 
 
 def _prompts_of_pairs(connection: Any) -> tuple[int, int]:
-    """Return of how many pairs both prompts are known, and of how many they are the same."""
     query = "select count(a_prompt = b_prompt), count(*) filter (where a_prompt = b_prompt) from pairs"
     known, same = connection.execute(query).fetchone()
     return int(known), int(same)
@@ -106,9 +96,8 @@ def _narrow(connection: Any, requests: tuple[str, ...]) -> tuple[str, ...]:
 def find_endings(connection: Any, *, whole: tuple[bool, bool], late: tuple[bool, bool], hand_over: bool) -> int:
     """Add to `firsts` what is missing or ends otherwise, and return how many pairs were left out as unfinished.
 
-    `whole`: of each trace, whether nothing of it is missing, so that what is not there did not happen. `late`: whether
-    its samples come late; such an engine runs one forward too many for each request. `hand_over`: whether the traces are
-    two sides of one deployment, each with a part of every request.
+    Of each trace, `whole`: nothing of it is missing, so that what is not there did not happen; `late`: its samples come late,
+    and its engine runs one forward too many for each request. `hand_over`: they are two sides of one deployment.
     """
     sql = Statements(connection, "pairing")
     sql.both("ends")

@@ -20,11 +20,7 @@ MAX_LISTED: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a request differs in one way; -1 if a field does not apply.
-
-    `request` and `partner` are the request's names in A and in B, empty if there is none. `a` and `b` say what stands
-    there, `words` says it in a sentence.
-    """
+    """The first place where a request differs in one way: `request` in A, `partner` in B; "" or -1 if there is none."""
 
     kind: str
     request: str
@@ -42,9 +38,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffResult:
-    """The comparison of two traces. `first` is the first difference of all; `requests` has one list a request that
-    differs, in the order in which they do, each with the first difference of each kind.
-    """
+    """The comparison of two traces; `requests` that differ, in that order, each with its first difference of each kind."""
 
     a: str
     b: str
@@ -93,11 +87,13 @@ class DiffResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
+        sides = zip((self.a, self.b), self.headers, self.totals, strict=True)
+        a, b = ({"trace": trace, **header, **totals.to_json()} for trace, header, totals in sides)
         return {
             "verdict": self.verdict,
             "exit_code": self.exit_code,
-            "a": {"trace": self.a, **self.headers[0], **_totals_json(self.totals[0])},
-            "b": {"trace": self.b, **self.headers[1], **_totals_json(self.totals[1])},
+            "a": a,
+            "b": b,
             "settings": self.settings,
             "align": asdict(self.pairing),
             "compared": self.compared,
@@ -111,23 +107,11 @@ class DiffResult:
         }
 
 
-def _totals_json(walk: TraceTotals) -> dict[str, Any]:
-    return {
-        "forwards": walk.forwards,
-        "tokens": walk.tokens,
-        "complete": walk.complete,
-        "assumed_slots": walk.assumed,
-        "seconds": (walk.last_ns - walk.first_ns) / 1e9,
-    }
-
-
 class Wording:
     """Says what a row of `firsts` means; looks into the facts where the row does not say enough."""
 
     def __init__(self, connection: Any, headers: tuple[TraceHeader, TraceHeader], plan: ComparisonPlan) -> None:
-        self._connection = connection
-        self._headers = headers
-        self._plan = plan
+        self._connection, self._headers, self._plan = connection, headers, plan
 
     def difference(self, row: dict[str, Any]) -> Difference:
         """Return a row of `firsts` as a value."""

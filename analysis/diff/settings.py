@@ -33,14 +33,10 @@ class NotComparableError(AnalysisError):
 class DiffSettings:
     """How two traces are compared.
 
-    Attributes:
-        align: requests by "id" (their name; between a prefill and a decode engine, their room), by "prompt", or "auto".
-        kinds: names of `KINDS` that make traces different.
-        kv: whether KV bytes are compared.
-        kv_tolerance: None for byte by byte; else values a and b are equal where |a - b| <= tolerance * (1 + |b|).
-        kv_dtype: how bytes are read as values; empty: as the header says.
-        requests: names or ids of the only requests that count; () for all.
-        any_model: compare traces of models with different names.
+    `align`: requests by "id" (their name; between a prefill and a decode engine, their room), by "prompt", or "auto".
+    `kinds` of `KINDS` make traces different. With `kv` bytes are compared, as values a and b if `kv_tolerance` is not None:
+    they are equal if |a - b| <= tolerance * (1 + |b|); `kv_dtype` is the header's if empty. `requests` are names or ids of
+    the only ones that count, () for all. `any_model`: the models may have different names.
     """
 
     align: str = "auto"

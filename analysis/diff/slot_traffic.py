@@ -17,10 +17,7 @@ from .names import LOST, SlotNames
 
 
 class SlotTraffic:
-    """Keeps the names of slots right between forwards, and records what the events there say of KV bytes.
-
-    Its methods raise `UnusableEventError` if an event contradicts itself.
-    """
+    """Keeps the names of slots right between forwards, and records what events say of KV; raises `UnusableEventError`."""
 
     def __init__(
         self,

@@ -24,9 +24,7 @@ class Timing:
     @property
     def same(self) -> bool:
         """Whether both traces ran the same forwards, as far as these figures show."""
-        return not (self.other_hits or self.other_chunks or self.other_forward_counts or self.other_order) and (
-            self.a_modes == self.b_modes and self.a_retractions == self.b_retractions
-        )
+        return not self.words()
 
     def words(self) -> list[str]:
         """Say what differs, a line each."""

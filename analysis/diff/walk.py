@@ -46,6 +46,11 @@ class TraceTotals:
     first_ns: int = 0
     last_ns: int = 0
 
+    def to_json(self) -> dict[str, int | float | bool]:
+        """Return plain JSON values."""
+        counts = {"forwards": self.forwards, "tokens": self.tokens, "complete": self.complete}
+        return {**counts, "assumed_slots": self.assumed, "seconds": (self.last_ns - self.first_ns) / 1e9}
+
 
 class _Tokens(NamedTuple):
     """The tokens of a forward that are followed, `[T]` each: their place in it, request, position, how sure they are."""
@@ -68,7 +73,10 @@ class TraceWalk:
         self._sinks = sinks
         self._kv = kv
         self._tables = StateTables(header, backend="cpu")
-        self._names = [self._make_names(group) for group in self._groups]
+        pools = [header.groups[group.index] for group in self._groups]
+        tables = [header.tables[pool.table] for pool in pools]
+        sizes = [(p.num_slots, p.host_num_slots, t.rows, t.width) for p, t in zip(pools, tables, strict=True)]
+        self._names = [SlotNames(*size) for size in sizes]
         self._traffic = SlotTraffic(header, self._groups, self._names, sinks, kv=kv, sends=hand_over)
         self._on = {
             "request": self._request,
@@ -86,11 +94,6 @@ class TraceWalk:
         self._prompts: dict[int, int] = {}
         self._settled: dict[tuple[int, int], int] = {}  # (runner, row): where guessing begins
         self._unsampled: OrderedDict[int, tuple[Int64Array, Int64Array]] = OrderedDict()
-
-    def _make_names(self, group: ComparedGroup) -> SlotNames:
-        pool = self._header.groups[group.index]
-        table = self._header.tables[pool.table]
-        return SlotNames(pool.num_slots, pool.host_num_slots, table.rows, table.width)
 
     def walk(self, files: Sequence[Path], on_batch: Callable[[int], None]) -> None:
         """Record the facts of a recording's files; `on_batch` gets the bytes read."""
@@ -156,7 +159,6 @@ class TraceWalk:
             self._samples_of(forward, extend)
 
     def _follow(self, forward: Forward, extend: Int64Array) -> None:
-        """Name what the forward's requests read and write."""
         height = min(table.shape[0] for table in self._tables.req_to_token)
         width = min(table.shape[1] for table in self._tables.req_to_token)
         rows, ids = forward.req_pool_indices, forward.request_ids
@@ -179,8 +181,7 @@ class TraceWalk:
         if forward.mode == "target_verify":
             guess[position > prefix[request]] = GUESS
         tokens_of = _Tokens(chosen=chosen, ids=ids[request], position=position, guess=guess)
-        reads = np.zeros(len(chosen), np.uint64)
-        misreads = np.zeros(len(chosen), np.uint64)
+        reads, misreads = np.zeros((2, len(chosen)), np.uint64)
         unsure = np.zeros(len(chosen), np.bool_)
         for k, group in enumerate(self._groups):
             pool = self._header.groups[group.index]
@@ -189,8 +190,7 @@ class TraceWalk:
             names, table = self._names[k], self._tables.req_to_token[pool.table]
             lut = self._tables.luts[pool.lut] if pool.lut >= 0 else None
             self._learn(names, forward, who, table, lut, group.window or 0)
-            written = forward.out_cache_loc[pool.table]
-            written = through(lut, written, -1)
+            written = through(lut, forward.out_cache_loc[pool.table], -1)
             reading = names.read(
                 rows,
                 ids,
@@ -264,7 +264,6 @@ class TraceWalk:
         return truth[row, offset : min(int(lens[r]), truth.shape[1])].astype(np.int64)
 
     def _prompt_hashes(self, forward: Forward, ids: Int64Array) -> None:
-        """Record each request's prompt, once."""
         if forward.runner != 0:
             return
         by_id = dict(zip(forward.request_ids.tolist(), range(len(forward.request_ids)), strict=True))

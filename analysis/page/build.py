@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -20,7 +20,7 @@ from ..errors import AnalysisError, NoPlotLibraryError
 from ..store.output import private_output, spare
 from ..store.session import SqlSession, open_sources
 from ..store.sources import Source
-from ..store.store import build_store, check_writable, fresh_store
+from ..store.store import check_writable, made_store
 from .ask import Limits
 from .content import page_content
 
@@ -29,14 +29,9 @@ MEMORY_LIMIT: Final = "2GB"
 
 
 def build_page(source: Source, target: Path | None = None) -> Path:
-    """Write the page of a report, by default `report.html` in its folder, and return its path.
+    """Write the page of a report, by default `report.html` in its folder, for this user only, and return its path.
 
-    The queries are answered from report.duckdb, which is made first where there is none that fits. The file can be read
-    by this user only, for it may hold tokens.
-
-    Raises:
-        NoPlotLibraryError: vl-convert is not installed.
-        AnalysisError: there is no report, it cannot be read, or the page cannot be written or would take its place.
+    It is answered from report.duckdb, made if none fits. Raises `AnalysisError`, without vl-convert `NoPlotLibraryError`.
     """
     if source.report is None:
         raise AnalysisError(
@@ -49,7 +44,8 @@ def build_page(source: Source, target: Path | None = None) -> Path:
     if target is None:
         check_writable(source.report)
     library = plot_library()  # what is missing is said before any work
-    with _session(source) as session:
+    made_store(source)  # a folder that cannot be written: slower, the same answers
+    with open_sources([source], memory_limit=MEMORY_LIMIT) as session:
         page = bounded_page(session, source, library)
     try:
         with private_output(path) as file:  # half a page would open, and show less than there is
@@ -69,26 +65,11 @@ def bounded_page(session: SqlSession, source: Source, library: str, *, limits: L
         limits = limits.halved()
 
 
-@contextlib.contextmanager
-def _session(source: Source) -> Iterator[SqlSession]:
-    """Open the report's store, made first if need be; the files themselves where it cannot be made."""
-    if source.trace is not None and fresh_store(source) is None:
-        with contextlib.suppress(AnalysisError):  # a folder that cannot be written: slower, the same answers
-            build_store(source)
-    with open_sources([source], memory_limit=MEMORY_LIMIT) as session:
-        yield session
-
-
 _SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
 
 
 def plot_library() -> str:
-    """Return the library as one ES module that leaves `vegaEmbed` behind; nothing in it loads anything.
-
-    vl-convert takes two seconds to put it together, so it is kept in the user's cache.
-
-    Raise `NoPlotLibraryError` if vl-convert is not installed; the message says how to install it.
-    """
+    """Return the library as one ES module that leaves `vegaEmbed` behind, from the cache; raise `NoPlotLibraryError`."""
     try:
         import vl_convert
     except ImportError:
@@ -96,27 +77,15 @@ def plot_library() -> str:
             "the page needs vl-convert-python, which carries the plot library: pip install 'kvcanary[replay]'"
         ) from None
     kept = user_cache() / f"plots-{version('vl-convert-python')}.js"
-    library = _kept(kept)
-    if library is None:
-        library = str(vl_convert.javascript_bundle(_SNIPPET))
-        _keep(kept, library)
+    with contextlib.suppress(OSError, ValueError):
+        digest, _, text = kept.read_text(encoding="utf-8").partition("\n")
+        if text and digest == _digest(text):  # it is whole
+            return text
+    library = str(vl_convert.javascript_bundle(_SNIPPET))
+    with contextlib.suppress(OSError):  # it is made anew then
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(kept, f"{_digest(library)}\n{library}".encode())
     return library
-
-
-def _kept(path: Path) -> str | None:
-    """Return what was kept, None if nothing was, or if it is not whole: its first line is the rest's digest."""
-    try:
-        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
-    except (OSError, ValueError):
-        return None
-    return text if text and digest == _digest(text) else None
-
-
-def _keep(path: Path, text: str) -> None:
-    """Keep a text for the next time; where that cannot be, it is made anew then."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, f"{_digest(text)}\n{text}".encode())
 
 
 def _digest(text: str) -> str:
@@ -126,18 +95,8 @@ def _digest(text: str) -> str:
 _ASSETS: Final = files(__package__) / "assets"
 # In this order: each uses what stands before it.
 SCRIPTS: Final = (
-    "dom.js",
-    "state.js",
-    "sql.js",
-    "rows.js",
-    "plots.js",
-    "head.js",
-    "subjects.js",
-    "timeline.js",
-    "slot_map.js",
-    "chain.js",
-    "requests.js",
-    "main.js",
+    *("dom.js", "state.js", "sql.js", "rows.js", "plots.js", "head.js", "subjects.js", "timeline.js", "slot_map.js"),
+    *("chain.js", "requests.js", "main.js"),
 )
 _SLOT: Final = re.compile(r"\{\{(\w+)\}\}")
 
@@ -167,7 +126,6 @@ def _asset(name: str) -> str:
 
 
 def _inside_script(code: str) -> str:
-    """Return code that no HTML parser takes for the end of its script."""
     return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 

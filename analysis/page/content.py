@@ -9,15 +9,12 @@ from ..store.session import SqlSession
 from ..store.sources import Source
 from ..store.triage import is_whole, lost_line, triage
 from .ask import Ask, Limits, page_sql, plain
-from .found import DAMAGE_CLASS, Subject, find_subjects
+from .found import DAMAGE_CLASS, find_subjects
 from .slot_map import chain_windows, slot_map
 
 
 def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[str, Any]:
-    """Return the page's data: numbers as `{v, q}`, tables as `{q, columns, data}`, `queries` being what q counts.
-
-    Raise `SqlError` if a query failed.
-    """
+    """Return the page's data: numbers as `{v, q}`, tables as `{q, columns, data}`, `queries` being what q counts."""
     ask = Ask(session)
     present = bool(ask.records("select present from traces")[0]["present"])
     groups = ask.records("select * from pool_groups order by pool_group")
@@ -38,7 +35,7 @@ def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[st
                     **{key: plain_facts(value) for key, value in subject.facts.items()},
                     "first": subject.first_forward,
                     "last": subject.last_forward,
-                    "reached": _reached(ask, subject, limits),
+                    "reached": ask.table(page_sql("subject_requests", subject.values(limits.requests))),
                     "map": slot_map(ask, subject, {g["pool_group"]: g["num_slots"] for g in groups}, limits),
                     "chains": chain_windows(ask, subject, groups, limits),
                 }
@@ -57,11 +54,6 @@ def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[st
         "limits": dataclasses.asdict(limits),
     }
     return {**content, "queries": ask.queries}
-
-
-def _reached(ask: Ask, subject: Subject, limits: Limits) -> dict[str, Any]:
-    values = {"title": subject.title, "where": subject.damage_where, "limit": limits.requests}
-    return ask.table(page_sql("subject_requests", values))
 
 
 def plain_facts(value: Any) -> Any:
@@ -135,11 +127,11 @@ def verdict(source: Source) -> dict[str, Any]:
     summary = source.summary or {}
     engine, model, ranks = (_part(summary, name) for name in ("engine", "model", "ranks"))
     replayed = " ".join(str(engine.get(key, "")) for key in ("name", "version")).strip()
-    sizes = [f"{kind} {ranks.get(f'{kind}_rank')}/{ranks.get(f'{kind}_size')}" for kind in ("tp", "pp", "dp")]
+    kinds, cut = ("tp", "pp", "dp"), summary.get("cut_at_forward")
     return {
         "verdict": plain(str(summary.get("verdict", "unknown"))),
         "doubts": [plain(doubt) for doubt in _list(summary.get("doubts"))],
-        "cut_at_forward": _whole(summary.get("cut_at_forward")),
+        "cut_at_forward": cut if isinstance(cut, int) else None,
         "being_recorded": summary.get("being_recorded") is True,
         "not_watched": [plain(words) for words in _list(summary.get("not_watched"))],
         "stopped": plain(str(summary.get("stopped") or "")),
@@ -148,7 +140,7 @@ def verdict(source: Source) -> dict[str, Any]:
         "commit": plain(str(engine.get("commit") or "")),
         "model": plain(str(model.get("name") or "")),
         "ranks": [
-            size for size, kind in zip(sizes, ("tp", "pp", "dp"), strict=True) if ranks.get(f"{kind}_size", 1) != 1
+            f"{k} {ranks.get(f'{k}_rank')}/{ranks.get(f'{k}_size')}" for k in kinds if ranks.get(f"{k}_size", 1) != 1
         ],
         "trace_id": plain(str(summary.get("trace_id") or "")),
         "violations_by_reason": {plain(k): plain(v) for k, v in _part(summary, "violations_by_reason").items()},
@@ -187,7 +179,3 @@ def _part(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _list(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) else None

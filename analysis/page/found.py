@@ -28,11 +28,7 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """One incident, or one kind of damage.
-
-    `damage_where` and `violations_where` are SQL conditions that pick its rows of `damage` and `violations`; `facts`
-    goes into the page.
-    """
+    """One incident, or one kind of damage; SQL conditions pick its rows of `damage` and `violations`, `facts` are shown."""
 
     title: str
     damage_where: str
@@ -40,6 +36,10 @@ class Subject:
     first_forward: int
     last_forward: int
     facts: dict[str, Any]
+
+    def values(self, limit: int) -> dict[str, object]:
+        """Return what a query of its damage is given."""
+        return {"title": self.title, "where": self.damage_where, "limit": limit}
 
 
 def find_subjects(ask: Ask, limits: Limits) -> tuple[list[Subject], dict[str, Any], bool]:
@@ -64,22 +64,16 @@ def in_words(source: str, what: str) -> str:
 
 
 def _everything(ask: Ask, kinds: list[Subject]) -> Subject:
-    facts = {
-        "title": "everything that was found",
-        "sentence": "Everything that was found, of whatever kind",
-        "kind": "",
-    }
+    sentence = "Everything that was found, of whatever kind"
+    facts = {"title": "everything that was found", "sentence": sentence, "kind": ""}
     first, last = min(kind.first_forward for kind in kinds), max(kind.last_forward for kind in kinds)
     return _without_incident(ask, facts, "true", "true", {"first_forward": first, "last_forward": last})
 
 
 def _kind(ask: Ask, row: Mapping[str, Any]) -> Subject:
     what = quoted(row["what"])
-    facts = {
-        "title": f"{row['source']}s of kind {row['what']}",
-        "sentence": in_words(row["source"], row["what"]),
-        "kind": row["what"],
-    }
+    sentence = in_words(row["source"], row["what"])
+    facts = {"title": f"{row['source']}s of kind {row['what']}", "sentence": sentence, "kind": row["what"]}
     damage = f"source = {quoted(row['source'])} and what = {what}"
     violations = f"reasons::varchar = {what}" if row["source"] == "violation" else "false"
     return _without_incident(ask, facts, damage, violations, row)

@@ -14,8 +14,7 @@ _LEAST_REACH: Final = 1
 
 def slot_map(ask: Ask, subject: Subject, sizes: Mapping[int, int], limits: Limits) -> dict[str, Any]:
     """Return the map's rows (pool group, slot), and tables of what stands in them; `sizes` are slots by pool group."""
-    values = {"title": subject.title, "where": subject.damage_where, "limit": limits.slots}
-    slots = ask.table(page_sql("subject_slots", values))
+    slots = ask.table(page_sql("subject_slots", subject.values(limits.slots)))
     counted = "select count(distinct (pool_group, slot)) from damage where slot >= 0 and"
     total = ask.number(f"{counted} {subject.damage_where}")
     # An absurd slot, of a damaged block table, came as text, and has no neighbours.
@@ -42,10 +41,7 @@ def slot_map(ask: Ask, subject: Subject, sizes: Mapping[int, int], limits: Limit
 def neighbourhoods(
     slots: list[tuple[int, int]], sizes: Mapping[int, int], limits: Limits
 ) -> list[tuple[int, int, int]]:
-    """Return the ranges (pool group, first slot, last slot) around damaged slots that fit the limits.
-
-    `slots` are (pool group, slot), the most important first; slots that lie close share a range.
-    """
+    """Return the ranges (pool group, first, last) around damaged slots, the most important first, that fit the limits."""
     reach = next((reach for few, reach in _REACH if len(slots) <= few), _LEAST_REACH)
     chosen: set[tuple[int, int]] = set()
     ranges: list[tuple[int, int, int]] = []
@@ -79,11 +75,7 @@ _POSITIONS: Final = 14
 def chain_windows(
     ask: Ask, subject: Subject, groups: Sequence[Mapping[str, Any]], limits: Limits
 ) -> list[dict[str, Any]]:
-    """Return the windows of one subject: whose chain, as which forward read it, and its rows.
-
-    `groups` are rows of `pool_groups`, by number; without them (the trace is not at hand) there is only what the
-    violations say.
-    """
+    """Return a subject's windows: whose chain, as which forward read it; `groups` are rows of `pool_groups`, or none."""
     values = {"title": subject.title, "where": subject.violations_where, "limit": limits.windows}
     windows = []
     for row in ask.records(page_sql("chain_windows", values)):

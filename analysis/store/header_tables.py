@@ -78,18 +78,10 @@ def header_rows(
 
 def summary_rows(name: str, summary: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return what a report's summary knows of a trace that is not at hand."""
-    engine, model = summary.get("engine", {}), summary.get("model", {})
-    facts = {
-        "trace": name,
-        "path": summary["trace"],
-        "trace_id": summary.get("trace_id"),
-        "engine": engine.get("name"),
-        "engine_version": engine.get("version"),
-        "model": model.get("name"),
-        "complete": summary.get("complete"),
-        "present": False,
-    }
-    return {"_traces": [facts]}
+    engine, known = summary.get("engine", {}), {key: summary.get(key) for key in ("trace_id", "complete")}
+    known |= {"engine": engine.get("name"), "engine_version": engine.get("version")}
+    known |= {"model": summary.get("model", {}).get("name"), "present": False}
+    return {"_traces": [{"trace": name, "path": summary["trace"], **known}]}
 
 
 def coverage_rows(name: str, summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -95,19 +95,14 @@ def derived_statements() -> list[str]:
 
 def comment_statements() -> list[str]:
     """Return statements that leave each description in a store, where any client shows it."""
-    named = [("table", "base", name) for name in BASE]
-    named += [("view", folder, name) for folder, name in DERIVED if folder == "views"]
-    named += [("macro table", folder, name) for folder, name in DERIVED if folder == "macros"]
+    kinds = {"base": "table", "views": "view", "macros": "macro table"}
     return [
-        f"comment on {kind} {name} is '{sql_file(folder, name).description.replace(chr(39), chr(39) * 2)}'"
-        for kind, folder, name in named
+        f"comment on {kinds[folder]} {name} is '{sql_file(folder, name).description.replace(chr(39), chr(39) * 2)}'"
+        for folder, name in [*(("base", name) for name in BASE), *DERIVED]
     ]
 
 
 @cache
 def library_hash() -> str:
     """Return a hash of the library, by which a store knows whether another version of kvcanary made it."""
-    digest = hashlib.sha256()
-    for statement in relation_statements(stored=True):
-        digest.update(statement.encode())
-    return digest.hexdigest()
+    return hashlib.sha256("".join(relation_statements(stored=True)).encode()).hexdigest()

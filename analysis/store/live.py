@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from threading import current_thread, main_thread
 from typing import Any, Final, TypeVar
 
+import duckdb
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.fs
@@ -31,9 +32,7 @@ from .sources import Source
 
 FileStates = dict[Path, tuple[int, ...]]
 
-# DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
-NO_LOOP_JOIN = "set asof_loop_join_threshold = 0"
-
+_MAX_THREADS: Final = 8
 _REPORT_FILES = {"violations": VIOLATION_SCHEMA, "findings": FINDING_SCHEMA}
 # What reports did not have from the beginning, and sql/base/violations.sql has without them.
 _ADDED = ADDED_COLUMNS | {"first_forward", "last_forward", "num_forwards"}
@@ -45,15 +44,28 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
+def connect(database: str, resources: ExitStack, memory_limit: str, spill: Path | None = None) -> Any:
+    """Return a DuckDB connection that fetches nothing from outside and spills into a private folder, or into `spill`."""
+    config: Any = {"autoinstall_known_extensions": False, "python_enable_replacements": False}
+    connection = duckdb.connect(database, config=config)
+    resources.callback(connection.close)
+    folder = resources.enter_context(private_folder()) if spill is None else str(spill)
+    connection.execute(f"set temp_directory = {quoted(folder)}")
+    connection.execute(f"set memory_limit = {quoted(memory_limit)}")
+    if spill is None:
+        connection.execute(f"set threads = {min(os.cpu_count() or 1, _MAX_THREADS)}")
+    # DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
+    connection.execute("set asof_loop_join_threshold = 0")
+    return connection
+
+
 def make_raw_relations(
     connection: Any, sources: Sequence[Source], resources: ExitStack
 ) -> tuple[list[str], FileStates]:
     """Give a connection `raw_events`, `raw_violations`, `raw_findings` and the header's tables, of all sources.
 
-    Returns:
-        The files that DuckDB itself goes on reading, and the states of the traces when they were checked.
-
-    Raise `AnalysisError` if a trace or a report cannot be read.
+    Return the files that DuckDB itself goes on reading, and the states of the traces when they were checked; raise
+    `AnalysisError` if a trace or a report cannot be read.
     """
     plain = {s.report: plain_path(s.report, resources) for s in sources if s.report is not None}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADER_SCHEMAS}
@@ -78,10 +90,9 @@ def make_raw_relations(
         connection.register(name, pa.Table.from_pylist(rows[name], schema=schema))
     reports = [(s.name, s.report, plain[s.report]) for s in sources if s.report is not None]
     for name in _REPORT_FILES:
-        files = [(source, report, _parquet(folder, name)) for source, report, folder in reports]
-        for _, report, relation in files:
+        parts = [(source, _parquet(folder, name)) for source, _, folder in reports]
+        for (_, report, _), (_, relation) in zip(reports, parts, strict=True):
             _check_columns(connection, report / f"{name}.parquet", relation, name)
-        parts = [(source, relation) for source, _, relation in files]
         _union(connection, f"_all_{name}", parts, f"_no_{name}, (select 0::bigint as file_row_number)")
         connection.execute(
             f'create temp view raw_{name} as select * exclude ("group", file_row_number), "group" as pool_group, '
@@ -130,11 +141,7 @@ _SECONDS_BETWEEN: Final = 0.1  # between two tries to stop a query; one that com
 
 
 class Interruptible:
-    """Does work on a DuckDB connection so that Ctrl-C ends it soon.
-
-    DuckDB itself looks for Ctrl-C only between some of its steps, and one step may last as long as the query. So the
-    work is done in another thread, and the main one, which waits for it, asks DuckDB to stop.
-    """
+    """Does work on a DuckDB connection in another thread, so that the main one can ask DuckDB to stop at Ctrl-C."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -173,9 +180,7 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
     """Check every batch of a trace, one file or the segments of a recording in order, and return it for scanning.
 
     A whole trace is scanned where it lies. Of a torn or damaged one, and of one that another user may change once it is
-    checked, the whole batches are copied to a temporary file, which goes with `resources`.
-
-    Raise `AnalysisError` if the trace cannot be read, changes meanwhile, or no copy of it can be written.
+    checked, the whole batches are copied to a temporary file, which goes with `resources`. Raises `AnalysisError`.
     """
     try:
         states = file_states(files)
@@ -194,7 +199,9 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
             states = file_states(paths)
         elif file_states(files) != states:
             raise AnalysisError(f"{files[0]}: was changed while it was checked; run it again")
-        events = _dataset(paths, resources)
+        plain = [str(plain_path(path, resources)) for path in paths]
+        # Not mapped: a file that is cut short during a query would end the process.
+        events = pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=False))
         return TraceScan(header=stream.header, events=events, states=states, complete=stream.complete, gaps=gaps)
     except TraceError as error:
         raise AnalysisError(str(error)) from None
@@ -238,12 +245,6 @@ def _copy_whole_batches(files: Sequence[Path], schema: pa.Schema, folder: Path) 
             "to a folder with room, or run kvcanary recover"
         ) from None
     return path
-
-
-def _dataset(paths: Sequence[Path], resources: ExitStack) -> Any:
-    plain = [str(plain_path(path, resources)) for path in paths]
-    # Not mapped: a file that is cut short during a query would end the process.
-    return pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=False))
 
 
 def plain_path(path: Path, resources: ExitStack) -> Path:

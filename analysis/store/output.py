@@ -8,7 +8,6 @@ import json
 import math
 import os
 import stat
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...recorder.errors import printable
+from ...recorder.files import partial_path
 from ..errors import AnalysisError
 
 FORMATS: Final = ("table", "csv", "json", "parquet", "arrow")
@@ -32,7 +32,7 @@ def write_result(
     Raise `OSError` if `sink` cannot be written, `pa.ArrowException` if the query failed under way.
     """
     if form in BINARY_FORMATS:
-        _binary(reader, _Cuttable(sink), form)
+        _binary(reader, sink, form)
     else:
         text = io.TextIOWrapper(sink, encoding="utf-8", errors="backslashreplace", write_through=True)
         if form == "table":
@@ -63,7 +63,7 @@ def private_output(path: Path) -> Iterator[IO[bytes]]:
     one; a file that was written through to the middle is left empty. Raises `OSError`.
     """
     if not path.is_symlink() and (path.is_file() or not path.exists()):
-        partial = path.with_name(f".kvcanary-{uuid.uuid4().hex}.part")
+        partial = partial_path(path)
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -78,12 +78,15 @@ def private_output(path: Path) -> Iterator[IO[bytes]]:
                 with contextlib.suppress(OSError):
                     partial.unlink(missing_ok=True)
             return
-    with _open_private(path) as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    if regular:
+        os.ftruncate(descriptor, 0)
+    with os.fdopen(descriptor, "wb") as file:
         try:
             yield file
             file.flush()
         except BaseException:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             with contextlib.suppress(OSError):
                 file.close()  # which writes what it still holds
             if regular:
@@ -92,48 +95,32 @@ def private_output(path: Path) -> Iterator[IO[bytes]]:
             raise
 
 
-def _open_private(path: Path) -> IO[bytes]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.ftruncate(descriptor, 0)
-    return os.fdopen(descriptor, "wb")
-
-
-class _Cuttable:
+class _Cuttable(io.RawIOBase):
     """A stream that can be cut off: what is written from then on goes nowhere."""
 
-    closed = False
-
     def __init__(self, sink: IO[bytes]) -> None:
-        self._sink = sink
-        self._cut = False
+        self.sink: IO[bytes] | None = sink
 
-    def cut(self) -> None:
-        self._cut = True
-
-    def write(self, data: bytes) -> int:
-        return len(data) if self._cut else self._sink.write(data)
-
-    def flush(self) -> None:
-        if not self._cut:
-            self._sink.flush()
+    def write(self, data: Any) -> int:
+        return self.sink.write(data) if self.sink is not None else len(data)
 
 
-def _binary(reader: pa.RecordBatchReader, sink: _Cuttable, form: str) -> None:
-    """Write Parquet or Arrow. Both write their footer when they are closed, also after an error: half a result would
-    look whole.
-    """
-    file = pa.PythonFile(sink, mode="w")
-    parquet = form == "parquet"
+def _binary(reader: pa.RecordBatchReader, sink: IO[bytes], form: str) -> None:
+    """Write Parquet or Arrow; both write their footer after an error too, and half a result would look whole."""
+    given = _Cuttable(sink)
+    file, schema = pa.PythonFile(given, mode="w"), reader.schema
     with (
-        pq.ParquetWriter(file, reader.schema, compression="zstd") if parquet else pa.ipc.new_file(file, reader.schema)
-    ) as writer:
+        pq.ParquetWriter(file, schema, compression="zstd")
+        if form == "parquet"
+        else pa.ipc.new_file(file, schema) as writer
+    ):
         try:
             for batch in reader:
                 writer.write_batch(batch)
         except BaseException:
-            sink.cut()
+            given.sink = None
             raise
+    sink.flush()
 
 
 def _csv(reader: pa.RecordBatchReader, text: IO[str], shown: Callable[[str], str]) -> None:
@@ -151,13 +138,17 @@ def _json(reader: pa.RecordBatchReader, text: IO[str]) -> None:
     separator = "[\n"
     for batch in reader:
         for row in _rows(batch):
-            text.write(separator + _json_row(dict(zip(names, row, strict=True))))
+            values = dict(zip(names, row, strict=True))
+            try:
+                line = json.dumps(values, default=_plain, allow_nan=False)
+            except ValueError:
+                line = json.dumps(_finite(values), default=_plain)
+            text.write(separator + line)
             separator = ",\n"
     text.write("[]\n" if separator == "[\n" else "\n]\n")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Column names, each once: x, x_1, x_2, as DuckDB has them."""
     found: list[str] = []
     for name in names:
         free = name
@@ -167,13 +158,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
             free = f"{name}_{number}"
         found.append(free)
     return found
-
-
-def _json_row(row: dict[str, Any]) -> str:
-    try:
-        return json.dumps(row, default=_plain, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(row), default=_plain)
 
 
 def _finite(value: Any) -> Any:

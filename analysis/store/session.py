@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import duckdb
@@ -12,16 +11,7 @@ import pyarrow as pa
 
 from ..errors import AnalysisError, SqlError
 from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
-from .live import (
-    NO_LOOP_JOIN,
-    FileStates,
-    Interruptible,
-    file_states,
-    make_raw_relations,
-    plain_path,
-    private_folder,
-    quoted,
-)
+from .live import FileStates, Interruptible, connect, file_states, make_raw_relations, plain_path, quoted
 from .sources import Source, find_sources, read_summary
 from .store import fresh_store
 
@@ -30,35 +20,25 @@ if TYPE_CHECKING:
 
 ROWS_PER_BATCH = 100_000
 MEMORY_LIMIT: Final = "4GB"  # of a query; what does not fit is spilled
-_MAX_THREADS: Final = 8
 
 
 class SqlSession:
-    """SQL over traces and reports; a context manager.
-
-    `sources` are the traces and reports behind it, `stored` says whether it answers from report.duckdb.
-    """
+    """SQL over `sources`, traces and reports; a context manager. `stored`: it answers from report.duckdb."""
 
     def __init__(
         self, connection: Any, sources: Sequence[Source], resources: ExitStack, *, stored: bool, states: FileStates
     ) -> None:
-        self.sources = tuple(sources)
-        self.stored = stored
-        self._connection = connection
-        self._resources = resources
+        self.sources, self.stored = tuple(sources), stored
+        self._connection, self._resources, self._states = connection, resources, states
         self._interruptible = Interruptible(connection)
         self._open: pa.RecordBatchReader | None = None
-        self._states = states
 
     def sql(self, query: str) -> pa.Table:
         """Run SQL and return the last statement's rows; raise `SqlError` with DuckDB's message."""
         return self.batches(query).read_all()
 
     def batches(self, query: str) -> pa.RecordBatchReader:
-        """Run SQL and return the last statement's rows as a stream of record batches; raise `SqlError`.
-
-        The stream raises it too, where the query fails under way, and where the next query has begun, which closes it.
-        """
+        """Run SQL and return the last statement's rows as record batches; raise `SqlError`, also under way. The next query ends them."""
         if self._open is not None:
             self._open.close()  # DuckDB begins nothing beside it
             self._open = None
@@ -77,7 +57,6 @@ class SqlSession:
         return None if result is None else result.to_arrow_reader(ROWS_PER_BATCH)
 
     def _read(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        """The batches; what DuckDB says while they are made is an error of the query, whatever class it comes as."""
         try:
             while (batch := self._interruptible.run(lambda: next(reader, None))) is not None:
                 yield batch
@@ -85,11 +64,7 @@ class SqlSession:
             raise SqlError(str(error)) from None
 
     def polars(self, query: str) -> "pl.DataFrame":
-        """Run SQL and return the last statement's rows as a Polars frame; raise `SqlError`.
-
-        Raises:
-            AnalysisError: polars is not installed.
-        """
+        """Run SQL and return the last statement's rows as a Polars frame; raise `SqlError`, `AnalysisError` without polars."""
         try:
             import polars as pl
         except ModuleNotFoundError:
@@ -120,9 +95,7 @@ class SqlSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -131,13 +104,8 @@ def open_report(
 ) -> SqlSession:
     """Open a report folder, from its report.duckdb where this user made one that fits, else from the files themselves.
 
-    Args:
-        path: the folder that kvcanary-replay wrote.
-        trace: where its trace is now, if it has moved.
-        unlocked: let the SQL read and write files, load extensions and change DuckDB's settings.
-
-    Raises:
-        AnalysisError: no report, or no readable one.
+    `trace` is where its trace is now, if it has moved. `unlocked` lets the SQL read and write files, load extensions and change
+    DuckDB's settings. Raises `AnalysisError` if there is no report, or no readable one.
     """
     report = Path(path)
     read_summary(report)  # says so where a trace was given
@@ -147,8 +115,7 @@ def open_report(
 def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> SqlSession:
     """Open traces and report folders together; the column `trace` says which is which. `unlocked` as in `open_report`.
 
-    Raises:
-        AnalysisError: a path is neither a trace nor a report, or none is given.
+    Raises `AnalysisError` if a path is neither a trace nor a report, or none is given.
     """
     if not paths:
         raise AnalysisError("no trace is given; name at least one trace or report folder")
@@ -158,12 +125,9 @@ def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> SqlSe
 def open_sources(
     sources: Sequence[Source], *, use_store: bool = True, unlocked: bool = False, memory_limit: str = MEMORY_LIMIT
 ) -> SqlSession:
-    """Open sources: from their stores if each has one that fits, else from their files.
+    """Open sources: from their stores if each has one that fits, else from their files; raise `AnalysisError`.
 
     Unless `unlocked`, what the SQL can reach is what was opened: no other file, no extension, no setting.
-
-    Raises:
-        AnalysisError: a trace or report cannot be read.
     """
     with ExitStack() as resources:
         connection = connect(":memory:", resources, memory_limit)
@@ -181,28 +145,15 @@ def open_sources(
         except duckdb.Error as error:
             if "KeyboardInterrupt" in str(error):  # Ctrl-C while DuckDB asks us for a relation
                 raise KeyboardInterrupt from None
+            named = ", ".join(str(source.report or source.trace) for source in sources)
             cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
             raise AnalysisError(
-                f"{_named(sources)}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
+                f"{named}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
             ) from None
         return SqlSession(connection, sources, resources.pop_all(), stored=all(stores), states=states)
 
 
-def connect(database: str, resources: ExitStack, memory_limit: str = MEMORY_LIMIT) -> Any:
-    """Return a DuckDB connection that fetches nothing from outside and spills into a private folder."""
-    config: Any = {"autoinstall_known_extensions": False, "python_enable_replacements": False}
-    connection = duckdb.connect(database, config=config)
-    resources.callback(connection.close)
-    spill = resources.enter_context(private_folder())
-    connection.execute(f"set temp_directory = {quoted(spill)}")
-    connection.execute(f"set memory_limit = {quoted(memory_limit)}")
-    connection.execute(f"set threads = {min(os.cpu_count() or 1, _MAX_THREADS)}")
-    connection.execute(NO_LOOP_JOIN)
-    return connection
-
-
 def _lock(connection: Any, opened: Sequence[str]) -> None:
-    """Let SQL reach the files that were opened and no others, and change no setting any more."""
     spill = connection.execute("select current_setting('temp_directory')").fetchone()[0]
     connection.execute(f"set allowed_directories = [{quoted(spill)}]")
     connection.execute(f"set allowed_paths = [{', '.join(map(quoted, opened))}]")
@@ -225,7 +176,3 @@ def _attach(connection: Any, stores: Sequence[tuple[Source, Path | None]], resou
     for statement in derived_statements():
         connection.execute(statement)
     return opened
-
-
-def _named(sources: Sequence[Source]) -> str:
-    return ", ".join(str(source.report or source.trace) for source in sources)

@@ -46,18 +46,14 @@ class Source:
 
 
 def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[Source]:
-    """Return a source for each path, a trace's file or a report's folder; a trace and its report are one.
-
-    `trace` is where the trace of the only report is now, if it has moved.
-
-    Raise `AnalysisError` if a path is neither, or `trace` does not fit.
-    """
+    """Return a source for each path, a trace or a report; `trace` is where the only report's is now. Raise `AnalysisError`."""
     if trace is not None and (len(paths) != 1 or not paths[0].is_dir()):
         raise AnalysisError("--trace goes with one report folder; name traces as arguments instead")
     found: list[Source] = []
     for path in paths:
         source = _report_source(path, trace) if path.is_dir() else _trace_source(path)
-        known = next((i for i, other in enumerate(found) if _same_file(other.trace, source.trace)), None)
+        traces = [other.trace for other in found]
+        known = next((i for i, one in enumerate(traces) if one and source.trace and one.samefile(source.trace)), None)
         if known is None:
             found.append(source)
         elif source.report is not None:  # the report that was named, not the one that happened to lie beside the trace
@@ -138,7 +134,6 @@ def _segments_source(
 
 
 def _segments_in(folder: Path, name: str) -> list[tuple[int, Path]]:
-    """Return the segments of a name in a folder with their numbers, in order."""
     if not folder.is_dir():
         return []
     found = [(split_segment_name(path), path) for path in folder.iterdir() if path.is_file()]
@@ -165,10 +160,6 @@ def _trace_id(trace: Path) -> str:
         return reader.header.trace_id
 
 
-def _same_file(one: Path | None, other: Path | None) -> bool:
-    return one is not None and other is not None and one.samefile(other)
-
-
 def _distinct_names(sources: list[Source]) -> list[Source]:
     """Names as short as they are distinct: the file's, else with its folder, else numbered."""
     names = [source.name for source in sources]
@@ -176,9 +167,6 @@ def _distinct_names(sources: list[Source]) -> list[Source]:
         names = [f"{(s.trace or s.report or Path()).absolute().parent.name}/{s.name}" for s in sources]
     if len(set(names)) < len(names):
         names = [f"{name}#{number}" for number, name in enumerate(names, 1)]
-    return [dataclasses.replace(source, name=printable_name(name)) for name, source in zip(names, sources, strict=True)]
-
-
-def printable_name(name: str) -> str:
-    """Return a file's name as text that is UTF-8: bytes that are not become escapes."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+    # As text that is UTF-8: bytes that are not become escapes.
+    plain = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
+    return [dataclasses.replace(source, name=name) for name, source in zip(plain, sources, strict=True)]

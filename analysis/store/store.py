@@ -18,16 +18,7 @@ from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
 from ..incidents.schema import INCIDENTS_NAME
 from .library import BASE, comment_statements, library_hash, relation_statements
-from .live import (
-    NO_LOOP_JOIN,
-    Interruptible,
-    file_states,
-    is_plain,
-    make_raw_relations,
-    plain_path,
-    private_folder,
-    quoted,
-)
+from .live import Interruptible, connect, file_states, is_plain, make_raw_relations, plain_path, private_folder
 from .sources import Source
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
@@ -38,9 +29,7 @@ def build_store(source: Source) -> Path:
     """Write a report's `report.duckdb`, in place of an older one, and return its path.
 
     The file needs neither trace nor report afterwards. It is made beside and renamed, so that nobody sees half of it,
-    and only this user can read it.
-
-    Raise `AnalysisError` if there is no report folder, the trace is not at hand, or the file cannot be written.
+    and only this user can read it. Raises `AnalysisError`.
     """
     if source.report is None:
         run = f"run kvcanary-replay {shlex.quote(str(source.trace))}"
@@ -49,6 +38,16 @@ def build_store(source: Source) -> Path:
         raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
     check_writable(source.report)
     return write_store(source, source.report / STORE_NAME)
+
+
+def made_store(source: Source) -> str:
+    """Make the store of a report where none fits and the trace is at hand; return why it cannot be, "" if it is there."""
+    if source.trace is not None and fresh_store(source) is None:
+        try:
+            build_store(source)
+        except AnalysisError as error:
+            return str(error)
+    return ""
 
 
 def write_store(source: Source, target: Path) -> Path:
@@ -85,10 +84,7 @@ def check_writable(report: Path) -> None:
 
 
 def fresh_store(source: Source) -> Path | None:
-    """Return a report's store if this user's build made it, of these very files by this library, else None.
-
-    A store that came with a report is never opened: it may hold anything under the names of our tables.
-    """
+    """Return a report's store if this user's build made it of these very files: one that came with it may hold anything."""
     if source.report is None:
         return None
     store = source.report / STORE_NAME
@@ -109,7 +105,6 @@ def fresh_store(source: Source) -> Path | None:
 
 
 def _keep_stamp(store: Path) -> None:
-    """Note in this user's own folder that this file was made here."""
     with contextlib.suppress(OSError):
         _note_of(store).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(_note_of(store), _identity(store).encode())
@@ -131,12 +126,9 @@ def _identity(store: Path) -> str:
 
 
 def _fill(path: Path, source: Source, resources: ExitStack) -> None:
-    connection: Any = duckdb.connect(str(path), config={"autoinstall_known_extensions": False})
+    connection = connect(str(path), resources, MEMORY_LIMIT, path.parent / "spill")
     interruptible = Interruptible(connection)
     try:
-        connection.execute(f"set temp_directory = {quoted(str(path.parent / 'spill'))}")
-        connection.execute(f"set memory_limit = '{MEMORY_LIMIT}'")
-        connection.execute(NO_LOOP_JOIN)
         _, states = make_raw_relations(connection, [source], resources)
         for statement in relation_statements(stored=True):
             interruptible.run(partial(connection.execute, statement))

@@ -19,15 +19,6 @@ MAX_INCIDENTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionSql:
-    """A question, and its queries: of the first damage (with placeholders such as `:slot`), and over all."""
-
-    question: str
-    first: str
-    overall: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A question's answer in words, the rows behind it, and the SQL behind those; `first_sql` empty: it was not asked."""
 
@@ -44,11 +35,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
-    """What triage says of one report.
-
-    `first` is a row of `first_damage`, None if nothing names a slot; `incidents` are the first rows of `incidents`, of
-    `num_incidents`: none if the report has not got them.
-    """
+    """What triage says of one report: `first` is a row of `first_damage`, `incidents` are the first of `num_incidents`."""
 
     violations: int
     findings: int
@@ -60,12 +47,7 @@ class Triage:
 
 
 def triage(session: SqlSession) -> Triage:
-    """Answer every question about one report; none if nothing was found.
-
-    Raises:
-        SqlError: a query failed.
-        AnalysisError: the first damage of the report has text where a number belongs.
-    """
+    """Answer every question about one report, none if nothing was found; raise `AnalysisError` if the report is damaged."""
     counts = session.sql(
         "select (select coalesce(sum(num_forwards), 0)::bigint from violations) as violations, (select count(*) from findings) as findings, "
         "(select count(*) from incidents) as num_incidents"
@@ -85,28 +67,22 @@ def triage(session: SqlSession) -> Triage:
 
 def answer(session: SqlSession, name: str, first: Mapping[str, Any] | None) -> Answer:
     """Answer one question; `first` as in `Triage`."""
-    text = question_sql(name)
-    first_sql = "" if first is None else fill(text.first, first)
+    text = sql_sections("triage", name)  # the question in its first comment; of the first damage, and over all
+    first_sql = "" if first is None else fill(text["first"], first)
     at_first = session.sql(first_sql) if first_sql else pa.table({})
-    over_all = session.sql(text.overall)
+    over_all = session.sql(text["overall"])
     first_rows, rows = at_first.to_pylist(), over_all.to_pylist()
     return Answer(
         name=name,
-        question=text.question,
+        question=text[""].removeprefix("-- "),
         words=ANSWERS[name](first_rows, rows),
         first=first_rows,
         overall=rows,
         first_columns=at_first.column_names,
         overall_columns=over_all.column_names,
         first_sql=first_sql,
-        overall_sql=text.overall,
+        overall_sql=text["overall"],
     )
-
-
-def question_sql(name: str) -> QuestionSql:
-    """Read a question's file: the question in its first comment, then its two sections."""
-    text = sql_sections("triage", name)
-    return QuestionSql(question=text[""].removeprefix("-- "), first=text["first"], overall=text["overall"])
 
 
 def fill(sql: str, first: Mapping[str, Any]) -> str:
@@ -155,25 +131,21 @@ Rows = Sequence[Row]
 NO_SLOT = "no damage names a slot"
 
 
-def held_before(first: Rows, overall: Rows) -> str:
-    """Holders of the slot before the damage, or its writers if the trace does not say who held it; who wrote damaged slots last."""
-    now = list(dict.fromkeys(_holder(row) for row in first if row["at_the_damage"]))
-    before = list(dict.fromkeys(_holder(row) for row in first if not row["at_the_damage"]))
-    if not first:
-        at_first = "the trace does not say who held the slot"
-    else:
+def _held_before(first: Rows, overall: Rows) -> str:
+    at_first = "the trace does not say who held the slot"
+    if first:
+        now = list(dict.fromkeys(_holder(row) for row in first if row["at_the_damage"]))
+        before = list(dict.fromkeys(_holder(row) for row in first if not row["at_the_damage"]))
         # Without a slot history a write says who wrote, and not who held the slot from then on.
         verb = "last written by" if all(row["began"] == "write" for row in first) else "held by"
         at_first = f"{verb} {' and '.join(now) or 'nobody'}; before that by {', '.join(before) or 'nobody'}"
     if not overall:
         return at_first
-    total = sum(row["found"] for row in overall)
-    shares = ", ".join(f"{row['last_written_by']} {_share(row['found'], total)}" for row in overall)
+    shares = ", ".join(_shares(overall, "last_written_by", "found", "{} {}"))
     return f"{at_first}; damaged slots were written last by: {shares}"
 
 
-def first_writer(first: Rows, overall: Rows) -> str:
-    """First and last write of the slot before the damage."""
+def _first_writer(first: Rows, overall: Rows) -> str:
     if not first:
         return "no forward of this trace wrote it before the damage"
     begin, last = first[0], first[-1]
@@ -185,8 +157,7 @@ def first_writer(first: Rows, overall: Rows) -> str:
     return words
 
 
-def prefix_cache(first: Rows, overall: Rows) -> str:
-    """Requests that began with a cached prefix against the others."""
+def _prefix_cache(first: Rows, overall: Rows) -> str:
     cached = next((row for row in overall if row["began_with_cached_prefix"]), None)
     fresh = next((row for row in overall if not row["began_with_cached_prefix"]), None)
     if cached is None:
@@ -195,18 +166,14 @@ def prefix_cache(first: Rows, overall: Rows) -> str:
     if fresh is None:
         said = f"cannot be known: every request began with a cached prefix; {said}"
     else:
-        said += f", {fresh['hit']} of {fresh['requests']} without"
-        if not cached["hit"] and not fresh["hit"]:
-            said = f"no request was hit: {said}"
-        else:
-            said = f"{'no' if fresh['hit'] else 'yes'}: {said}"
+        hit = "no" if fresh["hit"] else "yes" if cached["hit"] else "no request was hit"
+        said = f"{hit}: {said}, {fresh['hit']} of {fresh['requests']} without"
     if first and first[0]["in_cached_prefix"]:
         said += f"; the first damage lies inside the cached prefix of {first[0]['prefix_hit']} tokens"
     return said
 
 
-def chunk_boundaries(_: Rows, overall: Rows) -> str:
-    """Where in their prompts requests were damaged first."""
+def _chunk_boundaries(_: Rows, overall: Rows) -> str:
     if not overall:
         return "no damage names a request's position"
     total = sum(row["requests"] for row in overall)
@@ -216,8 +183,7 @@ def chunk_boundaries(_: Rows, overall: Rows) -> str:
     return f"{verdict}: of {total} request(s) the first damaged position lies: {places}"
 
 
-def page_modulo(_: Rows, overall: Rows) -> str:
-    """Whether the requests hit share a remainder of the page size that others do not have."""
+def _page_modulo(_: Rows, overall: Rows) -> str:
     if not overall:
         return "no prompt length is known"
     if overall[0]["page_size"] == 1:
@@ -225,17 +191,15 @@ def page_modulo(_: Rows, overall: Rows) -> str:
     bad = [row for row in overall if row["hit"]]
     if not bad:
         return "no request with a known prompt length is hit"
-    hits = sum(row["hit"] for row in bad)
-    if len(bad) == 1:
-        row = bad[0]
-        if hits == 1:
-            return f"cannot be known from one request; its remainder is {row['remainder']} of {row['page_size']}"
-        return f"perhaps: all {hits} requests hit have remainder {row['remainder']} of {row['page_size']}"
-    return f"no: {hits} requests hit have {len(bad)} remainders of {bad[0]['page_size']}"
+    hits, remainder = sum(row["hit"] for row in bad), f"{bad[0]['remainder']} of {bad[0]['page_size']}"
+    if len(bad) > 1:
+        return f"no: {hits} requests hit have {len(bad)} remainders of {bad[0]['page_size']}"
+    if hits == 1:
+        return f"cannot be known from one request; its remainder is {remainder}"
+    return f"perhaps: all {hits} requests hit have remainder {remainder}"
 
 
-def slot_range(_: Rows, overall: Rows) -> str:
-    """The runs of neighbouring slots that damage lies in."""
+def _slot_range(_: Rows, overall: Rows) -> str:
     if not overall:
         return NO_SLOT
     row = overall[0]
@@ -248,17 +212,14 @@ def slot_range(_: Rows, overall: Rows) -> str:
     )
 
 
-def whose_tokens(_: Rows, overall: Rows) -> str:
-    """Whose tokens stand in the damaged slots."""
+def _whose_tokens(_: Rows, overall: Rows) -> str:
     if not overall:
         return "no token differs: what is wrong is elsewhere (KV bytes, positions, chain, or the bookkeeping)"
     total = sum(row["tokens"] for row in overall)
-    parts = ", ".join(f"{row['stored_tokens_are']} ({_share(row['tokens'], total)})" for row in overall)
-    return f"of {total} wrong tokens: {parts}"
+    return f"of {total} wrong tokens: {', '.join(_shares(overall, 'stored_tokens_are', 'tokens', '{} ({})'))}"
 
 
-def target_or_draft(_: Rows, overall: Rows) -> str:
-    """Runners that saw damage."""
+def _target_or_draft(_: Rows, overall: Rows) -> str:
     names = list(dict.fromkeys(row["runner_name"] for row in overall if row["runner_name"]))
     if not names:
         return "no damage names a runner"
@@ -267,8 +228,7 @@ def target_or_draft(_: Rows, overall: Rows) -> str:
     return f"{' and '.join(names)}; first {begin['runner_name']}, {when}, forward {begin['first_forward']}"
 
 
-def prefill_or_decode(_: Rows, overall: Rows) -> str:
-    """The engine's role, and the modes in which damage was written and seen."""
+def _prefill_or_decode(_: Rows, overall: Rows) -> str:
     if not overall:
         return NO_SLOT
     role = overall[0]["role"]
@@ -278,27 +238,27 @@ def prefill_or_decode(_: Rows, overall: Rows) -> str:
     return f"{side}; seen in: {seen}; the slots were written in: {written or 'no forward of this trace'}"
 
 
-def transfer_sides(_: Rows, overall: Rows) -> str:
-    """What transfer checks found on either side."""
+def _transfer_sides(_: Rows, overall: Rows) -> str:
     if not overall:
         return "nothing was transferred in this trace"
     found = {row["kind"]: row["found"] for row in overall}
     source = found.get("transfer_source_damaged", 0) + found.get("transfer_source_changed", 0)
     differs = found.get("transfer_differs", 0)
-    if differs and not source:
-        return f"{differs} received part(s) differ from what was sent; the detail says which side went wrong"
     if source:
         when = "the source was damaged or changed while it was sent"
         return f"no: {source} time(s) {when}; received differently: {differs}"
+    if differs:
+        return f"{differs} received part(s) differ from what was sent; the detail says which side went wrong"
     failed = sum(count for kind, count in found.items() if "failed" in kind)
     return f"no transfer was found to differ; {failed} failed"
 
 
+# By the name of the question's file: what the rows of its two queries come to, in words.
 ANSWERS: Mapping[str, Callable[[Rows, Rows], str]] = {
-    function.__name__: function
+    function.__name__.removeprefix("_"): function
     for function in (
-        *(held_before, first_writer, prefix_cache, chunk_boundaries, page_modulo),
-        *(slot_range, whose_tokens, target_or_draft, prefill_or_decode, transfer_sides),
+        *(_held_before, _first_writer, _prefix_cache, _chunk_boundaries, _page_modulo),
+        *(_slot_range, _whose_tokens, _target_or_draft, _prefill_or_decode, _transfer_sides),
     )
 }
 
@@ -311,5 +271,6 @@ def _name(name: str | None) -> str:
     return f"request {name}" if name else "nobody"
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %"
+def _shares(rows: Rows, name: str, count: str, form: str) -> list[str]:
+    whole = sum(row[count] for row in rows)
+    return [form.format(row[name], f"{100 * row[count] / whole:.0f} %") for row in rows]

@@ -39,10 +39,7 @@ FINDING_KINDS: Final = {**{kind: check.finds for kind, check in CHECKS.items()},
 def make_checks(
     names: Iterable[str], *, header: TraceHeader, request_table: RequestTable, backend: str = "cpu"
 ) -> CheckSet | None:
-    """Return the named checks as one that must be given every forward and every other event, in order; None for none.
-
-    The checks keep their own order; `backend` is what the ledger's loops run on, see `kernels.dispatch.select`.
-    """
+    """Return the named checks as one that must be given every forward and every other event, in order; None for none."""
     chosen = set(names)
     if not chosen:
         return None

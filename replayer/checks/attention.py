@@ -131,7 +131,6 @@ class AttentionSlots(HistoryCheck):
         return expected
 
     def _who_has(self, group: int, slot: int) -> Explained:
-        """Return who has a slot, in words, what happened to it, and the same as a cause."""
         rows = self.history.ledger.rows[group]
         if not 0 <= slot < len(rows):
             return ", which the pool does not have", [], NO_CAUSE

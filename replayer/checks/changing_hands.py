@@ -180,7 +180,6 @@ class SlotLeaked(HistoryCheck):
             yield from self._held(gone, detail, Cause("given_after_end"))
 
     def _held(self, event: StatusEvent, detail: str, cause: Cause) -> Iterator[Finding]:
-        """Find each group in which a request holds slots alone."""
         ledger = self.history.ledger
         for part in ledger.held_slots(event.request_id):
             given = int(ledger.rows[part.group][part.slots[0], ALLOC]) - 1

@@ -137,10 +137,7 @@ class HistoryCheck:
         cause: Cause = NO_CAUSE,
         **place: int,
     ) -> Finding:
-        """Return a finding about request number `request` of a forward; past the batch, about its padding.
-
-        `place` is its group, position and slot, as far as it has them.
-        """
+        """Return a finding about entry `request` of a forward, past the batch its padding; `place`: group, position, slot."""
         fields = {"count": count, "evidence": evidence(events, forward.event), **cause._asdict(), **place}
         names = self.history.request_table
         return forward_finding(self.kind, forward, counted(detail, count), names, request=request, **fields)
@@ -255,7 +252,6 @@ class LedgerCheck(HistoryCheck):
                 yield from self.found(view, judged, self.writes, is_write=True)
 
     def _explain(self, access: Access) -> Explained:
-        """Say what is wrong with a read or a write."""
         raise NotImplementedError
 
     def found(
@@ -291,15 +287,13 @@ class SlotEventCheck(HistoryCheck):
                 yield from self._part(event, part)
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        """Yield what is wrong with one pool group's slots."""
         raise NotImplementedError
 
 
 def parties(part: NamedSlots, wrong: BoolArray, values: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
     """Yield what is wrong, `[n] bool`, by its other party, which `values` `[n] int64` name: damage is reported by it.
 
-    Each time the party, the slots, and the first one's ledger row. Past `MAX_PARTIES` the last one stands for the rest, so
-    that every slot is counted.
+    Each time party, slots, and the first one's ledger row. Past `MAX_PARTIES` the last one stands for the rest.
     """
     at = np.flatnonzero(wrong)
     if not len(at):

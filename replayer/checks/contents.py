@@ -18,8 +18,6 @@ from .history import ForwardView, GroupReads
 
 
 class _InputCheck(HistoryCheck):
-    """Compares what forwards were fed with what they should have been fed."""
-
     def of_inputs(
         self, forward: Forward, tokens: BatchTokens, wrong: BoolArray, expected: Int64Array, last: Int64Array | None
     ) -> Iterator[Finding]:

@@ -92,10 +92,9 @@ class Judged(NamedTuple):
 
 
 class NamedSlots(NamedTuple):
-    """Slots of one group that the event being judged names; ledger and transfers are as before it.
+    """Slots of one group that the event being judged names; `ledger` and `transfers`, of the whole group, are as before it.
 
-    `ledger` `[num_slots, 8]` and `transfers` `[num_slots]` are the whole group's and are read a column at a time: an event
-    may name every slot, and a copy of its rows would take as much memory as the ledger.
+    They are read a column at a time: an event may name every slot, and a copy of its rows would be as large as the ledger.
     """
 
     group: int
@@ -119,11 +118,7 @@ class NamedSlots(NamedTuple):
 
 
 class History(SlotHistory):
-    """Everything that was recorded so far, as the checks need it.
-
-    `named` holds the slots that the event being judged names, where the trace is complete or has transfers; `serial` is
-    the last number that slots of the ledger were stamped with.
-    """
+    """Everything that was recorded so far, as the checks need it; `named` are the slots that the judged event names."""
 
     def __init__(self, header: TraceHeader, request_table: RequestTable, *, backend: str) -> None:
         super().__init__(header, backend=backend)

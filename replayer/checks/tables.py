@@ -103,7 +103,6 @@ class TableEntryDiffers(HistoryCheck):
         return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
 
     def _drop_others(self, table: int, forward: Forward) -> None:
-        """Forget what was recorded of rows that are another request's now."""
         owner = dict(zip(forward.req_pool_indices.tolist(), forward.request_ids.tolist(), strict=True))
         stale = [key for key, (request, _) in self._ahead.items() if owner.get(key[1], request) != request]
         self._drop([key for key in stale if key[0] == table])

@@ -52,10 +52,7 @@ def grid(rows: Sequence[tuple[str, str]]) -> Table:
 def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
     since = max(0.0, (row["time_ns"] - first_time_ns) / 1e9) if first_time_ns else 0.0
     mode = f", {row['mode']}" if row["mode"] else ""
-    names = list(row["requests"])
-    shown = ", ".join(names[:_MOST_NAMES])
-    if row["num_requests"] > _MOST_NAMES:
-        shown += f" and {row['num_requests'] - _MOST_NAMES:,} more"
+    shown = some_of(row["requests"], row["num_requests"])
     first, last = row["first_forward"], row["last_forward"]
     forwards = f"forward {first:,}" if first == last else f"forwards {first:,}-{last:,}"
     spread = [f"{count_of(row['num_requests'], 'request')}{': ' + shown if shown else ''}", forwards]
@@ -82,6 +79,12 @@ def _runs(runs: Sequence[Mapping[str, int]]) -> str:
         f"{r['start']:,}" if r["count"] == 1 else f"{r['start']:,}-{r['start'] + r['count'] - 1:,}" for r in runs[:3]
     ]
     return f": {', '.join(words)}{', ...' if len(runs) > len(words) else ''}" if runs else ""
+
+
+def some_of(names: Sequence[str], total: int) -> str:
+    """Return the first names, and how many of `total` are left."""
+    more = f" and {total - _MOST_NAMES:,} more" if total > _MOST_NAMES else ""
+    return ", ".join(list(names)[:_MOST_NAMES]) + more
 
 
 def count_of(count: int, noun: str) -> str:

@@ -94,17 +94,15 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
     except OSError as error:  # the folder of a pair
         fail(f"{output}: cannot be written: {error.strerror or error}")
     if as_json:
-        known = {
+        known: dict[str, object] = {
             "fault": fault_name,
             "config": trial.config,
             "seed": seed,
             "forwards": outcome.forwards,
-            "traces": [str(trace) for trace in outcome.traces],
-            "injected": outcome.label or None,
-            "effect": asdict(outcome.effect) if outcome.effect is not None else None,
-            "broke_down": outcome.broke_down,
         }
-        click.echo(json.dumps(known, indent=2))
+        known |= {"traces": [str(trace) for trace in outcome.traces], "injected": outcome.label or None}
+        known["effect"] = asdict(outcome.effect) if outcome.effect is not None else None
+        click.echo(json.dumps({**known, "broke_down": outcome.broke_down}, indent=2))
         return
     for line in _story(trial, outcome):
         click.echo(printable(line))
@@ -113,7 +111,7 @@ def run_command(fault_name: str, config: str | None, seed: int, output: Path, fo
 def _trial(fault_name: str, config: str | None, seed: int) -> Trial:
     from ..lab.configurations import CONFIGURATIONS
     from ..lab.faults import FAULTS
-    from ..lab.results import CLEAN
+    from ..lab.matrix import CLEAN
     from ..lab.trial import Trial
 
     if fault_name != CLEAN and fault_name not in FAULTS:
@@ -129,7 +127,6 @@ def _trial(fault_name: str, config: str | None, seed: int) -> Trial:
 
 
 def _story(trial: Trial, outcome: TrialRun) -> list[str]:
-    """Say what happened, a line for each thing."""
     names = " ".join(str(trace) for trace in outcome.traces)
     lines = [f"wrote   {names}   {outcome.forwards:,} forwards   configuration {trial.config}, seed {trial.seed}"]
     label, effect = outcome.label, outcome.effect
@@ -190,8 +187,7 @@ def matrix_command(
     from ..lab.claims import make_claims, matrix_markdown
     from ..lab.configurations import CONFIGURATIONS
     from ..lab.faults import FAULTS
-    from ..lab.matrix import plan_trials
-    from ..lab.results import ResultsError
+    from ..lab.matrix import ResultsError, plan_trials
 
     clean_seeds = 10 * seeds if clean_seeds is None else clean_seeds
     planned = plan_trials(
@@ -243,7 +239,6 @@ def _names(text: str, known: list[str], option: str) -> list[str]:
 
 
 def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, force: bool) -> list[Any]:
-    """Run the matrix, with a progress bar on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..lab.matrix import run_matrix
@@ -280,6 +275,6 @@ def _show(claims: list[Claim], output: Path) -> None:
     more = [f"and {len(failures) - 20:,} more, in {output}"] if len(failures) > 20 else []
     for text in failures[:20] + more:
         out.print(text, style="red", markup=False)
-    several = f"{len(failures):,} trials contradict the claims"
-    verdict = "every claim holds" if not failures else "1 trial contradicts a claim" if len(failures) == 1 else several
+    verdict = f"{len(failures):,} trials contradict the claims" if failures else "every claim holds"
+    verdict = "1 trial contradicts a claim" if len(failures) == 1 else verdict
     out.print(f"{verdict}   {count_of(sum(claim.runs for claim in claims), 'trial')}   {output}", markup=False)

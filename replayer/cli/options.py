@@ -21,11 +21,7 @@ def list_checks(context: click.Context) -> None:
 
 
 def check_names(text: str) -> tuple[str, ...]:
-    """Return the checks that `text` asks for: all, none, or names joined by commas, of which -name leaves one out.
-
-    Raises:
-        click.UsageError: there is no such check.
-    """
+    """Return the checks that `text` asks for: all, none, or names joined by commas, of which -name leaves one out."""
     from ..checks import CHECK_NAMES
 
     if text in ("all", "none"):
@@ -51,11 +47,7 @@ def executor_for(device: str, executor: str) -> str:
 
 
 def device_names(text: str | None, single: click.Parameter | None = None) -> tuple[str, ...]:
-    """Return the devices named, joined by commas, or the one that the option `single` takes; none of None.
-
-    Raises:
-        click.UsageError: one of them is no device.
-    """
+    """Return the devices named, joined by commas, or the one that the option `single` takes; none of None."""
     if text is None:
         return ()
     from ..executors.device.cuda import is_device_name

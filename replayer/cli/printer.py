@@ -1,15 +1,18 @@
-"""What is printed of each recording that was replayed, and of all together: for a person, or for a script."""
+"""What is printed while a replay works, of each recording and of all together: for a person, or for a script."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
+import rich.progress
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -20,8 +23,11 @@ from .screen import VERDICT_STYLES, one_line, segment_names, show, show_next, up
 
 if TYPE_CHECKING:
     from ..report.summary import Summary
+    from ..run.settings import Progress
     from ..workers.group_replay import GroupResult
     from ..workers.jobs import Job, ReplayPlan
+
+_log = logging.getLogger("kvcanary")
 
 
 @dataclass(slots=True)
@@ -77,11 +83,11 @@ class ResultPrinter:
 
     def end(self, plan: ReplayPlan, *, several: bool) -> int:
         """Print what there is to say of all, and return the exit code."""
+        code = combined_exit_code(self._codes)
         if self.as_json:
             found: object = self._summaries if several else self._summaries[0] if self._summaries else {}
             if self.folders:
-                word, code = overall(self._codes)
-                found = {"verdict": word, "exit_code": code, "recordings": self._summaries}
+                found = {"verdict": _OVERALL[code], "exit_code": code, "recordings": self._summaries}
                 found["ranks"] = ranks_json(plan.ranks)
             click.echo(json.dumps(found, indent=2))
         elif self.folders and not self.quiet:
@@ -90,7 +96,7 @@ class ResultPrinter:
                 if any(summary.verdict.exit_code for summary in done):
                     self._out.rule(style="dim")
                 show_table(self._out, done, self._failed, self._codes)
-        return combined_exit_code(self._codes)
+        return code
 
     def _finish(self, summary: Summary, on_screen: bool) -> None:
         if self.shown is None:
@@ -102,12 +108,6 @@ class ResultPrinter:
 
 
 _OVERALL = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
-
-
-def overall(codes: Sequence[int]) -> tuple[str, int]:
-    """Return the verdict over all recordings, in a word and as an exit code."""
-    code = combined_exit_code(codes)
-    return _OVERALL[code], code
 
 
 def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str], codes: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str],
         console.print(Text(printable(f"not watched  {text}"), style="dim"))
     for line in failed:
         console.print(Text(printable(line), style="red"), soft_wrap=True)
-    word, _ = overall(codes)
+    word = _OVERALL[combined_exit_code(codes)]
     style = VERDICT_STYLES.get(next((v for v in Verdict if v.value == word), Verdict.INCONCLUSIVE), "bold")
     console.print()
     count = "1 recording" if len(codes) == 1 else f"{len(codes)} recordings"
@@ -174,3 +174,49 @@ def ranks_json(groups: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
         {"recording": first.recording.name, "compared": [compared(job) for job in others if job.schedule is not None]}
         for first, *others in groups
     ]
+
+
+@contextlib.contextmanager
+def progress_shown(console: Console, title: str) -> Iterator[Callable[[Progress], None]]:
+    """Show a progress bar on the terminal: `title`, forwards, rate, time left; gives what is told how far the replay is."""
+    text = rich.progress.TextColumn
+    with rich.progress.Progress(
+        text(title),
+        rich.progress.BarColumn(),
+        text("{task.fields[forwards]:,} forwards"),
+        text("{task.fields[rate]:,.0f}/s"),
+        rich.progress.TimeElapsedColumn(),
+        text("left"),
+        rich.progress.TimeRemainingColumn(),
+        text("[red]{task.fields[violations]}"),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("replay", total=None, forwards=0, rate=0.0, violations="")
+
+        def show(progress: Progress) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            bar.update(
+                task,
+                total=progress.bytes_total,
+                completed=progress.bytes_read,
+                forwards=progress.forwards,
+                rate=progress.forwards / elapsed if elapsed else 0.0,
+                violations=f"{progress.violations:,} violations" if progress.violations else "",
+            )
+
+        yield show
+
+
+@contextlib.contextmanager
+def notices_shown(console: Console) -> Iterator[None]:
+    """Print what is noted inside on `console`."""
+    handler, before = logging.Handler(logging.INFO), _log.level
+    handler.emit = lambda record: console.print(f"[dim]{escape(record.getMessage())}[/dim]")  # type: ignore[method-assign]
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.setLevel(before)
+        _log.removeHandler(handler)

@@ -61,12 +61,10 @@ class AddPage(Protocol):
 def make_replay_command(
     *, finish: Callable[[Summary], str] | None = None, add_page: AddPage | None = None
 ) -> click.Command:
-    """Return the command; what later layers do with each replay is given to it.
+    """Return the command; what later layers do with each replay is given to it, and returns what to say to the user.
 
-    Args:
-        finish: called with each summary once its verdict stands, maybe in a worker process, so it must be a function of
-            a module; it may change summary and report, and returns what to say to the user.
-        add_page: what takes its time, and comes after the verdict was shown.
+    `finish` is called with each summary once its verdict stands, and may change it and its report; it is a function of a
+    module, so that a worker finds it. `add_page` takes its time, and comes after the verdict was shown.
     """
     run = update_wrapper(partial(_replay, finish=finish, add_page=add_page), _replay)
     return click.command("replay", epilog=_EPILOG, context_settings={"show_default": True})(run)
@@ -244,7 +242,7 @@ def _results(
     from ..workers.group_replay import joined_results
     from ..workers.jobs import shared_out
     from ..workers.pool import replay_in_workers
-    from .progress import notices_shown, progress_shown
+    from .printer import notices_shown, progress_shown
 
     plan, workers = shared_out(plan, task.settings, jobs=jobs or len(devices) or None)
     shown = err.is_terminal and not quiet

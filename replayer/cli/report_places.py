@@ -48,11 +48,8 @@ def report_folders(recordings: list[Recording], report: Path | None, no_report: 
 def reports_held(jobs: Sequence[Job], settings: ReplaySettings, *, explicit: bool) -> Iterator[None]:
     """Hold the report folders of jobs, made where they can be, against other replays; of very many, the first ones.
 
-    A folder made here to which nothing was written goes again at the end. Where the file system knows no locks, nothing
-    is held. `explicit`: the user has named where reports go.
-
-    Raises:
-        ClickException: another replay holds one of them, or two jobs have one under two names.
+    A folder made here to which nothing was written goes again at the end. Without locks in the file system nothing is held.
+    Raises `ClickException` if another replay holds one of them, or two jobs have one under two names.
     """
     mine: set[tuple[int, int]] = set()
     with ExitStack() as held:

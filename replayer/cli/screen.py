@@ -13,7 +13,7 @@ from ...recorder.errors import printable
 from ..checks import FINDING_KINDS
 from ..report.summary import Summary, Verdict
 from ..run.coverage import not_watched, number_runs
-from .incident_blocks import count_of, duration, grid, show_incidents
+from .incident_blocks import count_of, duration, grid, show_incidents, some_of
 
 VERDICT_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
 
@@ -77,8 +77,7 @@ def one_line(summary: Summary) -> str:
         line += f"   (clean {up_to(summary)})"
     elif summary.doubts:
         line += f"   ({'; '.join(summary.doubts)})"
-    left_out = not_watched(summary.coverage)
-    if left_out:
+    if left_out := not_watched(summary.coverage):
         line += f"   not watched: {'; '.join(left_out)}"
     return printable(line)
 
@@ -111,7 +110,6 @@ def _checks(summary: Summary) -> Text:
 
 
 def _more_checks(summary: Summary) -> list[str]:
-    """Say what only some traces have: sweeps, transfers, a sliding-window pool."""
     lines = []
     swept = sum(count for tag, count in summary.slot_counters.items() if tag.startswith("SWEEP"))
     if summary.events.get("sweep"):
@@ -174,7 +172,7 @@ def _violation(summary: Summary, row: dict[str, Any]) -> list[tuple[str, str]]:
         hashes = [row[name] & ((1 << 64) - 1) for name in ("expected_aux", "stored_chain_hash")]
         expected.append(f"chain hash {hashes[0]:016x}, stored {hashes[1]:016x}")
     requests = list(summary.requests_hit.values())
-    shown = ", ".join(requests[:6]) + (f" and {len(requests) - 6:,} more" if len(requests) > 6 else "")
+    shown = some_of(requests, len(requests))
     first, last = summary.first_violation_forward, summary.last_violation_forward
     span = f"forward {first:,}" if first == last else f"{summary.forwards_hit:,} forwards in {first:,}-{last:,}"
     spread = f"{span}   {count_of(summary.slots_hit, 'slot')}   {count_of(len(requests), 'request')}"
@@ -227,9 +225,11 @@ def _next(summary: Summary) -> Text:
         return Text("next   run again with --report DIR to keep every violation and name what went wrong", style="dim")
     text = Text("report ", style="dim")
     text.append(summary.report, style="default")
-    left_out = f"{summary.violations_left_out:,} violations of slots with very many are counted, not kept: --all-rows"
+    kept = "every violation is in violations.parquet"
+    if summary.violations_left_out:
+        kept = f"{summary.violations_left_out:,} violations of slots with very many are counted, not kept: --all-rows"
     if summary.violations:
-        text.append(f"   {left_out if summary.violations_left_out else 'every violation is in violations.parquet'}")
+        text.append(f"   {kept}")
     if summary.verdict is Verdict.CORRUPT:
         report = shlex.quote(summary.report)
         text.append(f"\nnext   kvcanary triage {report}    or kvcanary sql {report}")

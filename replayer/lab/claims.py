@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from .faults import FAULTS
-from .results import CLEAN, Row, build_id
+from .matrix import CLEAN, Row, build_id
 
 HEADINGS: Final = [
     *("fault", "runs", "injected", "effect", "detected", "in time", "max delay", "false pos."),
@@ -100,20 +100,17 @@ def _claim(name: str, rows: list[Row]) -> Claim:
 
 
 def _failures(row: Row) -> list[str]:
-    wrong = f"wrong {row.effect} in forward {row.effect_forward}"
-    found = []
+    found, effect = [], "" if row.error else row.effect
     if row.error:
         found.append(f"the lab failed: {row.error}")
     elif row.false_positive:
         found.append(f"reported without reason: {row.false_positive}")
-    if row.error or not row.effect:
-        pass
-    elif row.fault == CLEAN or FAULTS[row.fault].benign:
-        found.append(f"forward {row.effect_forward} had wrong {row.effect}, though nothing was broken")
-    elif not row.detected:
-        found.append(f"{wrong}, not detected")
-    elif row.delay is not None and row.delay > 0:
-        found.append(f"{wrong}, detected in {row.first_detection_forward}")
+    if effect and (row.fault == CLEAN or FAULTS[row.fault].benign):
+        found.append(f"forward {row.effect_forward} had wrong {effect}, though nothing was broken")
+    elif effect and not row.detected:
+        found.append(f"wrong {effect} in forward {row.effect_forward}, not detected")
+    elif effect and row.delay is not None and row.delay > 0:
+        found.append(f"wrong {effect} in forward {row.effect_forward}, detected in {row.first_detection_forward}")
     return [f"{row.fault} on {row.config}, seed {row.seed}: {text}" for text in found]
 
 

@@ -36,10 +36,7 @@ _PAIR: Final = PairSettings(max_steps=6, failure_rate=0.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """An engine configuration with its workload; `engine` and `workload` are what differs from the common ones.
-
-    `repeat` is how often each request comes, all at the same time; `pair` joins a prefill and a decode engine.
-    """
+    """An engine and a workload, as far as they differ from the common ones; `repeat`: how often each request comes."""
 
     name: str
     summary: str

@@ -73,8 +73,7 @@ class Probe:
     def __init__(self, engine: SimulatedEngine, clock: Clock) -> None:
         self.first: Effect | None = None
         self.ticks: list[int] = []
-        self._engine = engine
-        self._clock = clock
+        self._engine, self._clock = engine, clock
         self._tokens = TokenTruth(engine.config)
         self._pools = [PoolTruth(pool, engine.config.width) for pool in engine.memory.pools]
 
@@ -116,7 +115,6 @@ class Probe:
                 return
 
     def _fed(self, batch: Batch, index: int) -> _Wrong | None:
-        """Hold what a request is fed against its own tokens."""
         request, first = batch.requests[index], int(batch.extend_lens[:index].sum())
         prefix, extend = int(batch.prefix_lens[index]), int(batch.extend_lens[index])
         # The draft decodes its own guesses behind what is cached; a request without a row is on its way out.
@@ -136,7 +134,6 @@ class Probe:
         return None
 
     def _read(self, batch: Batch, index: int) -> _Wrong | None:
-        """Hold what a request reads against what its own tokens make of it."""
         request, memory = batch.requests[index], self._engine.memory
         prefix = int(batch.prefix_lens[index])
         if batch.runner != TARGET and batch.mode == "decode":
@@ -195,9 +192,7 @@ class TokenTruth:
         return tokens
 
     def content(self, request: Request, runner: int, length: int) -> WordArray:
-        """Return the content of a request's first `length` positions in a runner's pools, `[length] uint64`, or less
-        if its tokens are not known as far.
-        """
+        """Return the content of a request's first `length` positions, as far as known, in a runner's pools, `[n] uint64`."""
         content = self._content.get((request.request_id, runner))
         if content is None:
             content = _content(self.tokens(request), runner)
@@ -234,10 +229,7 @@ class PoolTruth:
 
 
 def true_nodes(tree: RadixTree, runner: int) -> Iterator[tuple[Node, WordArray]]:
-    """Yield the nodes of a prefix cache that have a page in the pool, with the content that their keys ask for.
-
-    A node whose key lacks tokens is left out, and so is what hangs below it.
-    """
+    """Yield a prefix cache's nodes that have a page, and the content of their keys; none with, or below, a torn key."""
     base: dict[int, np.uint64] = {id(tree.root): np.uint64(0)}
     size = tree.page_size
     for node in tree.walk():
@@ -251,9 +243,6 @@ def true_nodes(tree: RadixTree, runner: int) -> Iterator[tuple[Node, WordArray]]
 
 
 def _content(tokens: Int64Array, runner: int, *, first: int = 0) -> WordArray:
-    """Return the running sum of the words of tokens from position `first` on, as a runner is fed them.
-
-    The draft's input at a position is the token of the next one.
-    """
+    """Return the running sum of the words of tokens from position `first` on; a draft is fed those of the next position."""
     tokens = tokens[int(runner != TARGET) :]
     return np.cumsum(token_words(tokens, np.arange(first, first + tokens.size, dtype=np.int64)), dtype=np.uint64)

@@ -59,11 +59,7 @@ class Bench:
         engine: SimulatedEngine | None = None,
         **labels: object,
     ) -> None:
-        """Say in the trace, as ground truth, that the fault happens now; a systematic fault says so the first time.
-
-        `engine` is the side that it happens on, if not `self.engine`; the mark's "forward" is the one that comes
-        next there. Both traces of a pair get the mark.
-        """
+        """Say in the trace, of a pair in both, that the fault happens now; a systematic fault says so the first time."""
         self.injections += 1
         if self.injections > 1:
             return
@@ -84,10 +80,7 @@ class Bench:
             side.recorder.mark(MARK_NOTE, labels=self.label)
 
     def between_steps(self, candidates: Callable[[], Sequence[Any]] | None = None) -> Callable[[Act], Act]:
-        """Call the function below after every step from the moment on, until it does not return False.
-
-        It gets one of `candidates()`, and is called only if there are any.
-        """
+        """Call the function below, with one of `candidates()` if there are any, after each step until it returns no False."""
 
         def register(act: Act) -> Act:
             def tried() -> bool:
@@ -111,8 +104,7 @@ class Bench:
     ) -> list[int]:
         """Return a list that holds the victim's place in the batch while the one forward runs that is to be broken.
 
-        It is a forward of the target in one of `modes`, the victim a request with a prefix of more than `behind` tokens;
-        `labels` makes the mark's labels of the prefix length.
+        It is the target's, in one of `modes`, the victim's prefix longer than `behind`; `labels` makes the mark's labels of it.
         """
 
         def victim(batch: Batch, *_: Any) -> int | None:
@@ -176,15 +168,8 @@ def fault(
 
     def made(arm: Callable[[Bench], None]) -> Fault:
         summary = (arm.__doc__ or "").partition("\n")[0].removesuffix(".")
-        return Fault(
-            name=arm.__name__,
-            summary=summary[:1].lower() + summary[1:],
-            reference=reference,
-            configs=configs,
-            arm=arm,
-            benign=benign,
-            family=arm.__module__.rpartition(".")[2],
-            warm_up=warm_up,
-        )
+        name, family = arm.__name__, arm.__module__.rpartition(".")[2]
+        said = {"reference": reference, "summary": summary[:1].lower() + summary[1:], "family": family}
+        return Fault(name=name, configs=configs, arm=arm, benign=benign, warm_up=warm_up, **said)
 
     return made

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -47,11 +47,7 @@ class TrialRun:
 
 
 def run_trial(trial: Trial, target: Path, *, overwrite: bool = False) -> TrialRun:
-    """Run one trial and record its trace, or of a pair both traces, `target` being the folder.
-
-    Raises:
-        TraceError: a trace cannot be created, or not be written to its end.
-    """
+    """Run one trial and record its trace, or of a pair both in the folder `target`; raise `TraceError` if it cannot be written."""
     configuration, fault, clock = CONFIGURATIONS[trial.config], trial.fault, Clock()
     config, workload = configuration.engine_config(trial.seed), configuration.requests(trial.seed)
     pair: PdPair | None = None
@@ -102,8 +98,7 @@ def _run(step: Callable[[], bool], bench: Bench | None) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detection:
+class Detection(NamedTuple):
     """One thing that the replay reported first at `event` of trace number `trace`."""
 
     tick: int  # forwards of all engines before it
@@ -114,8 +109,7 @@ class Detection:
     founded: bool  # it is behind the fault's mark
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabResult:
+class LabResult(NamedTuple):
     """What the replay made of one trial."""
 
     first: Detection | None  # since the injection
@@ -131,47 +125,34 @@ def judge(trial: Trial, outcome: TrialRun) -> LabResult:
         for report in reports:
             report.mkdir()
         summaries = replay_joined(outcome.traces, settings=ReplaySettings(), reports=reports)
-        found = [
-            detection
-            for number, report in enumerate(reports)
-            for detection in _detections(report, outcome, number, harmless=harmless)
-        ]
-    found.sort(key=lambda detection: (detection.tick, detection.trace, detection.event))
-    founded = [detection for detection in found if detection.founded]
-    unfounded = {detection.by for detection in found if not detection.founded}
+        found = [one for number, report in enumerate(reports) for one in _detections(report, outcome, number, harmless)]
+    found.sort(key=lambda one: (one.tick, one.trace, one.event))
+    founded = [one for one in found if one.founded]
+    unfounded = {one.by for one in found if not one.founded}
     verdicts = [summary.verdict.value for summary in summaries]
     verdict = next(name for name in ("corrupt", "inconclusive", "clean") if name in verdicts)
     if not found and verdict != "clean" and harmless:
         unfounded.add(f"verdict {verdict}: {'; '.join(doubt for summary in summaries for doubt in summary.doubts)}")
-    return LabResult(
-        first=founded[0] if founded else None,
-        reasons=tuple(sorted({detection.by for detection in founded})),
-        unfounded=tuple(sorted(unfounded)),
-    )
+    reasons = tuple(sorted({one.by for one in founded}))
+    return LabResult(founded[0] if founded else None, reasons, tuple(sorted(unfounded)))
 
 
-def _detections(report: Path, outcome: TrialRun, number: int, *, harmless: bool) -> Iterator[Detection]:
-    """Yield the first event of each kind of thing that the report on a trace holds."""
+def _detections(report: Path, outcome: TrialRun, number: int, harmless: bool) -> Iterator[Detection]:
     violations = pq.read_table(report / "violations.parquet", columns=["event", "reasons", "launch"])
     findings = pq.read_table(report / "findings.parquet", columns=["event", "kind"])
     named = [(f"{row['reasons']} {row['launch']}", row["event"]) for row in violations.to_pylist()]
     named += [(row["kind"], row["event"]) for row in findings.to_pylist()]
-    kinds: list[str] = []
-    notes: list[str] = []
     with TraceReader(outcome.traces[number]) as reader:
-        for batch in reader.stream():
-            if isinstance(batch, TraceBatch):
-                kinds += batch.strings("kind")
-                notes += batch.strings("note")
-    is_forward = np.array([kind == "forward" for kind in kinds], np.int64)
+        batches = [batch for batch in reader.stream() if isinstance(batch, TraceBatch)]
+        events = [pair for batch in batches for pair in zip(batch.strings("kind"), batch.strings("note"), strict=True)]
+    is_forward = np.array([kind == "forward" for kind, _ in events], np.int64)
     forwards = np.cumsum(is_forward) - is_forward  # before each event
-    marks = (i for i, one in enumerate(zip(kinds, notes, strict=True)) if one == ("mark", MARK_NOTE))
-    mark, ticks = next(marks, len(kinds)), outcome.ticks[number]
+    marked = ("mark", MARK_NOTE)
+    mark, ticks = events.index(marked) if marked in events else len(events), outcome.ticks[number]
     firsts: dict[str, int] = {}
     for name, event in named:
         firsts[name] = min(event, firsts.get(name, event))
     for name, event in firsts.items():
         forward = int(forwards[event])
         tick = ticks[forward] if forward < len(ticks) else ticks[-1] + 1 if ticks else 0
-        founded = not harmless and mark < event
-        yield Detection(tick=tick, trace=number, event=event, by=name, forward=forward, founded=founded)
+        yield Detection(tick, number, event, name, forward, not harmless and mark < event)

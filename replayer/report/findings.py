@@ -70,8 +70,7 @@ ADDED_COLUMNS = frozenset(Cause._fields)
 class Finding:
     """One finding; -1 where a field does not apply. `cause` and what follows it are a `Cause`; `detail` is for people.
 
-    `count` is how many slots or tokens of the same forward (or event) and request it stands for, the first of which
-    `position` and `slot` name; `evidence` is a JSON list of the numbers of the events that prove it, ascending.
+    It stands for `count` slots or tokens, the first of which `position` and `slot` name; `evidence` is JSON: event numbers.
     """
 
     kind: str
@@ -102,10 +101,7 @@ MAX_EVIDENCE = 16
 def forward_finding(
     kind: str, forward: Forward, detail: str, names: RequestTable, *, request: int = -1, **fields: Any
 ) -> Finding:
-    """Return a finding about entry `request` of a forward's batch: past the batch about its padding, -1 about all of it.
-
-    `fields` are those of `Finding` that the forward does not say.
-    """
+    """Return a finding about entry `request` of a forward's batch: past it about its padding, -1 about all of it."""
     request_id, row = -1, -1 if request < 0 else 0
     if 0 <= request < len(forward.request_ids):
         request_id, row = int(forward.request_ids[request]), int(forward.req_pool_indices[request])

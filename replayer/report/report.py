@@ -34,10 +34,7 @@ PENDING_ROWS: Final = 16_384
 
 
 def check_report_folder(report: Path) -> None:
-    """Check that a folder may be written to: it is empty, or a report of ours.
-
-    Raises `ForeignFolderError` if it is somebody else's, a link, or holds what no replay wrote; `OSError` if it cannot be read.
-    """
+    """Raise `ForeignFolderError` if a folder is neither empty nor a report of ours, `OSError` if it cannot be read."""
     check_folder(report, _is_ours)
     try:
         summary = json.loads(read_small_file(report / SUMMARY_NAME))
@@ -62,10 +59,7 @@ def write_summary(summary: Summary, report: Path) -> None:
 
 
 class ReportSinks:
-    """Violations, findings, and for traces with a full-to-SWA table the divergence figures.
-
-    `merging` takes the violations in place of `violations` where `merge`, the trace's header, is given and a folder.
-    """
+    """Violations, findings, and divergence figures; `merging` takes the violations if `merge`, the header, is given."""
 
     def __init__(self, folder: Path | None, *, sliding: bool, merge: TraceHeader | None = None) -> None:
         path = folder / "violations.parquet" if folder else None
@@ -84,10 +78,7 @@ class ReportSinks:
 
 
 class ResultCollector:
-    """Takes what launches and checks find in one trace, in their order; nothing is left behind after `flush`.
-
-    If rows that last are merged, whoever steps says which forward or sweep comes, when it is over, and where no row may go on.
-    """
+    """Takes what launches and checks find in one trace, in their order; nothing is left behind after `flush`."""
 
     def __init__(self, summary: Summary, sinks: ReportSinks, request_table: RequestTable, *, all_rows: bool) -> None:
         self._summary = summary
@@ -153,7 +144,6 @@ class ResultCollector:
         self.divergence(figures, at_least=1)
 
     def _pass_on(self) -> None:
-        """Turn the pending launches into one table: for the report, and for the tally."""
         launches, left_out = self._launches, self._left_out
         if launches:
             table = violation_table(launches, self._request_table)  # Ctrl-C in here loses none: they are pending still

@@ -125,12 +125,8 @@ def coverage(
 ) -> list[Watched]:
     """Return how much was watched, in the order in which a person should read it.
 
-    Args:
-        header, settings: the trace's, and those of the replay, as in `ReplaySettings.to_json`.
-        figures: what was counted of the forwards that were judged, `[runners, figures] int64`.
-        recorded, judged: forwards in the trace, and those that were judged.
-        entries_read, unknown_entries: slots of prefixes that the judged forwards and walks of the prefix cache read, each
-            time counted, and those of them of which nobody knows what they must hold.
+    `figures` `[runners, figures] int64` were counted of the `judged` of `recorded` forwards. These, and walks of the prefix
+    cache, read `entries_read` slots of prefixes; of `unknown_entries` of them nobody knows what they must hold.
     """
     rows = [_forwards(judged, recorded), *_left_out(header)]
     for group in header.groups:

@@ -82,7 +82,6 @@ class Derived:
 
 
 def _not_judged(columns: tuple[str, ...]) -> tuple[int, frozenset[str]]:
-    """Return the reasons, or-ed, and the kinds of finding that stand on columns."""
     everything = (_EVERY_REASON, frozenset(FINDING_KINDS) - _ALWAYS)
     reasons, kinds = FailReason(0), frozenset[str]()
     for column in columns:

@@ -313,7 +313,6 @@ class EventReplay:
         self.executor.forget()
 
     def _gap(self, text: str) -> None:
-        """Note what cannot be judged; no row goes on over it."""
         self._summary.num_gaps += 1
         self._note(self._summary.gaps, text)
         self._results.part()

@@ -21,8 +21,7 @@ def explain_plan(
 ) -> list[Finding]:
     """Return a finding for each slot that a verify plan looks up and the pool does not have.
 
-    That is every entry's own slot, and the predecessor's where a window begins: any other predecessor is the entry
-    before, which speaks for itself.
+    Of predecessors only those where a window begins: any other is the entry before, which speaks for itself.
     """
     count, bs = int(plan.num_valid[0]), len(forward.request_ids)
     slots = plan.slots[:count]

@@ -118,7 +118,7 @@ def expected_tokens(
 ) -> Int64Array | None:
     """Return the token that each of a forward's inputs must be, `[T] int64`; None if nothing can be asserted.
 
-    A draft's input at position p is the token of p + 1 (`token_offset`). Requests go by their room where they have one.
+    A draft's input at position p is the token of p + 1. Requests go by their room if they have one.
     """
     offset = header.runners[forward.runner].token_offset
     asked = forward.mode == "draft_extend" or (forward.mode == "decode" and not offset)

@@ -177,19 +177,10 @@ def replay(
     report: Path | None = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Summary:
-    """Replay one trace.
+    """Replay one trace, by default as `kvcanary-replay` does, and return the summary, also if it is torn or Ctrl-C came.
 
-    Args:
-        trace: the trace file.
-        settings: how to replay; by default as `kvcanary-replay` does.
-        report: the report directory, which must exist; None to write nothing.
-        on_progress: called after every batch of events.
-
-    Returns:
-        The summary, also where the trace is torn, lossy, or the replay was interrupted by Ctrl-C.
-
-    Raises:
-        TraceError: the trace cannot be read at all, or not with these settings.
+    `report` is the report directory, which must exist, None to write nothing; `on_progress` is called after every batch.
+    Raises `TraceError` if the trace cannot be read at all, or not with these settings.
     """
     with ReplayRun(Path(trace), settings=settings, report=report) as run:
         _run_all([run], on_progress)

@@ -96,7 +96,6 @@ class SegmentStream:
 def _between(
     path: Path, last: int, number: int, expected: int, first_event: int, continues: bool
 ) -> Iterator[TraceGap]:
-    """Say what is missing between segment `last`, whose events end before `expected`, and this one."""
     if number == last + 1 and (continues or first_event == expected):
         return
     cause = "the segment before it has no end"
@@ -125,9 +124,9 @@ def described(header: TraceHeader) -> TraceHeader:
 class ReadAhead(Generic[Item]):
     """An iterator over a generator in a thread of its own: one item is here, one lies ready, one is being made.
 
-    What the generator raises is raised here, where it would have been. `close` ends both, after Ctrl-C too: wherever that
-    struck, nobody waits for somebody who cannot be woken. `queue.Queue` and `threading.Thread` do not promise that, since
-    they are made of several steps; locks and the simple queue are of one.
+    What the generator raises is raised here. `close` ends both, after Ctrl-C too: wherever that struck, nobody waits for
+    somebody who cannot be woken. `queue.Queue` and `threading.Thread` do not promise that, since they are made of several
+    steps; locks and the simple queue are of one.
     """
 
     def __init__(self, source: Generator[Item, None, None]) -> None:

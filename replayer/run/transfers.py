@@ -137,7 +137,6 @@ class Transfers:
         return self._compare(transfer, parcel, count)
 
     def _compare(self, transfer: TransferEvent, parcel: Parcel, count: int) -> list[Finding]:
-        """Say which side went wrong, if one did."""
         if count != len(transfer.slots) or count != len(parcel.slots):
             detail = f"received {len(transfer.slots)} slots where {parcel.trace} sent {len(parcel.slots)}"
             return [self._finding("transfer_differs", transfer, min(count, len(transfer.slots) - 1), detail)]
@@ -201,6 +200,5 @@ class Transfers:
 
 
 def _fits(parcel: Parcel, pool: GroupPool) -> bool:
-    """Whether a parcel came from a pool of the same halves and captured bytes."""
     widths = [stream.capture_bytes for stream in pool.group.streams]
     return set(parcel.tail) == set(pool.group.halves) and [data.shape[1] for data in parcel.kv] == widths

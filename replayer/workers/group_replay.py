@@ -43,10 +43,7 @@ _DIVERGENCE: Final = "swa_divergence.parquet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What came of a stretch; `began` and `ended` are seconds of the machine's clock.
-
-    `to_end`: whatever comes behind it is in its summary and its report, since something came up, or nothing follows.
-    """
+    """What came of a stretch, and when; `to_end`: whatever comes behind it is in its summary, or nothing follows."""
 
     summary: Summary
     request_ids: frozenset[int]
@@ -123,7 +120,6 @@ def replay_group(
 
 
 def _finished(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
-    """Call the task's `finish` with each summary; return what it has to say to the user."""
     return [note for summary in summaries if task.finish is not None and (note := task.finish(summary))]
 
 
@@ -316,7 +312,6 @@ def _joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
 
 
 def _divergence(figures: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the totals of `SwaDivergence.to_json` over all parts."""
     there = [one for one in figures if one is not None]
     if not there:
         return None

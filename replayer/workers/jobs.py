@@ -156,10 +156,7 @@ def replayed_together(recordings: Sequence[Recording]) -> list[list[int]]:
 
 
 def shared_out(plan: ReplayPlan, settings: ReplaySettings, *, jobs: int | None) -> tuple[ReplayPlan, int]:
-    """Return a plan for workers, recordings in segments split if there are more workers than recordings, and how many.
-
-    `jobs` is how many workers the user wants; None for as many as pay, which is one on a GPU.
-    """
+    """Return a plan for `jobs` workers, None for as many as pay, recordings split if they are too few; and how many."""
     if jobs is None:
         if settings.device != "cpu":
             return plan, 1
@@ -193,8 +190,7 @@ def memory_needed(group: Sequence[Job]) -> int:
 def split_plan(plan: ReplayPlan, settings: ReplaySettings, *, workers: int) -> ReplayPlan:
     """Return a plan in which recordings in segments are split, so that `workers` have something to do.
 
-    The groups of one recording's stretches stand where the recording stood. Recordings that are replayed with others,
-    or compared with others forward by forward, stay whole.
+    Recordings that are replayed with others, or compared with others forward by forward, stay whole.
     """
     if len(plan.groups) >= workers or settings.fail_fast or settings.max_violations is not None:
         return plan

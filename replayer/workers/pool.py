@@ -125,11 +125,9 @@ class _Pool:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way, nor will be."""
         return not any(worker.group is not None for worker in self._workers) and (self._stopping or not self._waiting)
 
     def advance(self, on_progress: Callable[[Progress], None]) -> None:
-        """Give work to whoever has none, and wait for something to happen."""
         try:
             self._give()
             busy = {worker.connection: worker for worker in self._workers if worker.group is not None}
@@ -214,7 +212,6 @@ class _Pool:
         self._progress[number] = replace(last, bytes_read=last.bytes_total)
 
     def _bury(self, worker: _Worker) -> None:
-        """Tell what a worker died of, as the error of the group that it was at."""
         worker.process.join()
         self._workers.remove(worker)
         self._free_devices.append(worker.device)

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_traces
-from kvcanary.analysis.cli.prompt import Prompt, completion
+from kvcanary.analysis.cli.prompt import completion
+from kvcanary.analysis.cli.prompt import converse as answer_statements
 
 from ..support.commands import run
 from ..support.hand_made import write
@@ -259,7 +260,7 @@ def converse(trace, *lines):
             said.append(session.sql(query).to_pylist())
 
         typist = Typist(*lines)
-        Prompt(session, show=show, read=typist, write=said.append).run()
+        answer_statements(session, show=show, read=typist, write=said.append)
     return said, typist.prompts
 
 

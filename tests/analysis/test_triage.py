@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
-from kvcanary.analysis.store.triage import ANSWERS, fill, lost_line, question_sql, triage
+from kvcanary.analysis.store.library import sql_sections
+from kvcanary.analysis.store.triage import ANSWERS, fill, lost_line, triage
 
 from ..support.commands import run
 
@@ -32,7 +33,7 @@ def ask(folder):
 
 
 def test_every_question_has_its_answer_and_its_sql():
-    texts = [question_sql(name).question for name in ANSWERS]
+    texts = [sql_sections("triage", name)[""].removeprefix("-- ") for name in ANSWERS]
     assert all(any(question in text for text in texts) for question in QUESTIONS)
     assert len(texts) == len(QUESTIONS)
     with pytest.raises(AnalysisError, match="expected a number"):  # it stands outside of quotes, where it would be SQL

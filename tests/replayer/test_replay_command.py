@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from kvcanary.analysis.store.expansion import expand
 from kvcanary.replayer.report import report as results
-from kvcanary.replayer.report.merged.expansion import expand
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..support.commands import run_replay

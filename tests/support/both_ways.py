@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from kvcanary.analysis.incidents.finding import find_incidents
-from kvcanary.replayer.report.merged.expansion import expand_tables, read_violations
+from kvcanary.analysis.store.expansion import expand_tables, read_violations
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 from kvcanary.replayer.run.replay import ReplaySettings, replay_joined

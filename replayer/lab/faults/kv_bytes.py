@@ -153,12 +153,10 @@ def _pool_with_bytes(bench: Bench) -> KvPool:
 
 
 def _slot(bench: Bench, pool: KvPool, request: Request, position: int) -> int:
-    """Return the pool's slot of a request's position."""
     return int(bench.engine.memory.row_slots(pool, request.row, position, position + 1)[0])
 
 
 def _flip(bench: Bench, pool: KvPool, slot: int, *, position: int, request: Request | None = None) -> None:
-    """Flip the first byte of a slot in one of the pool's streams."""
     bench.inject(request=request, slot=slot, position=position, group=pool.index)
     stream = int(bench.random.integers(len(pool.group.streams)))
     pool.stream_bytes(stream)[slot, 0] ^= 0xFF

@@ -1,7 +1,7 @@
 """Violations that last, as one row: rows that are equal in all but when they were found, in consecutive forwards.
 
 `MergingSink` stands where `TableSink` stands in a stepwise replay, takes the same tables, and writes one row with the first
-forward, the last and their number, in order of the first. `expansion.expand` gives back the rows that went in, each in its
+forward, the last and their number, in order of the first. `analysis/store/expansion.py` gives back the rows that went in, each in its
 place; what it could not give back is not merged: a row ends where its request ran without it, and where the order of a
 launch's rows would not come out right (`turns`).
 """
@@ -60,8 +60,7 @@ def _taken(rows: _Open, chosen: Int64Array) -> _Open:
 class MergingSink:
     """Streams violations to a Parquet file, those that last merged; what is needed on the way lies beside it.
 
-    Whoever steps the replay says what comes next with `begin`, lets `with_turns` have each launch that found something, and says
-    when it is `done`. The file is complete once `close` returns, whatever came before. `max_open` rows may go on at a time.
+    Whoever steps says what comes next (`begin`), has `with_turns` see each launch that found something, and says `done`.
     """
 
     def __init__(self, path: Path, header: TraceHeader, *, max_open: int = MAX_OPEN) -> None:
@@ -199,7 +198,6 @@ class _Spans:
         self.any = False
 
     def note(self, numbers: Int64Array, last_forwards: Int64Array, counts: Int64Array) -> None:
-        """Note rows that stand for several forwards."""
         if not len(numbers):
             return
         self.any = True
@@ -228,7 +226,6 @@ class _Spans:
         return table
 
     def close(self) -> None:
-        """Give the file back."""
         self._values = np.zeros((0, 2), np.int64)
         self._file.close()
 
@@ -300,7 +297,6 @@ class _Merge:
 
     @property
     def is_fresh(self) -> BoolArray:
-        """Whether each row of the table begins a row of the file, `[n] bool`."""
         fresh = np.ones(self._num_open + len(self._rows), np.bool_)
         fresh[self._order[self._links]] = False
         return fresh[self._num_open :]

@@ -18,14 +18,14 @@ from ....recorder.trace.header import TraceHeader
 
 _NOBODY: Final = np.iinfo(np.int64).min
 _APART: Final = 2  # turns that do not follow on one another
-_WRITES: Final = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
+WRITES: Final = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
 _TAGS: Final = [tag.name.split("_") for tag in LaunchTag]
 SWEEP_TAGS: Final = np.array([endpoint == "SWEEP" for endpoint, _, _ in _TAGS])
 
 
 def are_writes(bits: Int64Array) -> BoolArray:
     """Return whether rows are of write launches, by their reason bits."""
-    found: BoolArray = (bits & _WRITES) != 0
+    found: BoolArray = (bits & WRITES) != 0
     return found
 
 
@@ -117,6 +117,5 @@ class Turns:
         return found
 
     def _inside(self, rows: Int64Array) -> Int64Array:
-        """Rows, 0 in place of one that no table has."""
         found: Int64Array = np.where((rows > 0) & (rows < self._turns.shape[1]), rows, 0)
         return found

@@ -72,7 +72,7 @@ def compare(folder: Path) -> Comparison:
 
 def offline_rows(path: Path, trace: Path) -> dict[int, Counter[Row]]:
     """Return the replay's rows by forward; a violation of several forwards counts in each."""
-    from kvcanary.replayer.report.merged.expansion import expand_tables, read_violations
+    from kvcanary.analysis.store.expansion import expand_tables, read_violations
 
     rows: dict[int, Counter[Row]] = {}
     for table in expand_tables(read_violations(path), trace) if path.exists() else ():

@@ -86,7 +86,7 @@ def compare(folder: Path, *, faulty: bool) -> Result:
 
 def _missed(marks: list[dict], report: Path, trace: Path) -> tuple[list[dict], int]:
     """Return the faults that nothing was found of, and after how many forwards the slowest was found."""
-    from kvcanary.replayer.report.merged.expansion import expand_tables, read_violations
+    from kvcanary.analysis.store.expansion import expand_tables, read_violations
 
     by_forward = expand_tables(read_violations(report / "violations.parquet"), trace)
     rows = [dict(row, kind="") for table in by_forward for row in table.to_pylist()]

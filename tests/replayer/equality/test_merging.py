@@ -9,13 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcanary.analysis.store import expansion
+from kvcanary.analysis.store.expansion import ExpansionError, expand
 from kvcanary.recorder.state.forward import Forward
 from kvcanary.recorder.state.requests import RequestFacts, RequestTable
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
-from kvcanary.replayer.report.merged import expansion, merging
-from kvcanary.replayer.report.merged.expansion import ExpansionError, expand
+from kvcanary.replayer.report.merged import merging
 from kvcanary.replayer.report.merged.merging import MergingSink
 from kvcanary.replayer.report.violations import LaunchViolations, violation_table
 from kvcanary.replayer.run.planning import Sweep

@@ -7,8 +7,7 @@ import pytest
 from kvcanary.replayer.lab.claims import make_claims
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
-from kvcanary.replayer.lab.matrix import try_one
-from kvcanary.replayer.lab.results import CLEAN
+from kvcanary.replayer.lab.matrix import CLEAN, try_one
 from kvcanary.replayer.lab.trial import Trial, judge, run_trial
 
 # Those that real engines had, and the published canary's own five.

@@ -16,10 +16,10 @@ from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.cli.lab import lab_command
 from kvcanary.replayer.cli.replay import replay_command
-from kvcanary.replayer.lab import matrix, results
+from kvcanary.replayer.lab import matrix
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
-from kvcanary.replayer.lab.results import Row
+from kvcanary.replayer.lab.matrix import Row
 
 
 def run(*arguments, command=lab_command):
@@ -294,8 +294,8 @@ def test_matrix_fails_where_a_claim_does(message, tmp_path, monkeypatch):
 
 def test_matrix_leaves_other_results_alone(tmp_path, monkeypatch):
     path = tmp_path / "m.parquet"
-    results.save(path, [])
-    monkeypatch.setattr(results, "build_id", lambda: "another")
+    matrix.save(path, [])
+    monkeypatch.setattr(matrix, "build_id", lambda: "another")
     result = matrix_run(path, "--jobs", 1)
     assert result.exit_code == 2
     assert "start anew with --force" in result.stderr
