@@ -16,12 +16,10 @@ from ..errors import AnalysisError
 from ..store.live import connect, private_folder, quoted
 from .comparability import ComparisonPlan, plan_comparison
 from .differences import find_differences
-from .facts import FACTS, Sinks
-from .pairing import find_endings, pair_requests
+from .facts import FACTS, Sinks, Statements, number
+from .pairing import find_endings, find_timing, pair_requests
 from .result import MAX_LISTED, Difference, DiffResult, Wording
 from .settings import KINDS, DiffSettings, NotComparableError
-from .statements import Statements, number
-from .timing import find_timing
 from .walk import TraceTotals, TraceWalk
 
 MEMORY_LIMIT: Final = "1GB"

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from .comparability import ComparisonPlan, beyond
+from .facts import Statements, number
 from .settings import DiffSettings
-from .statements import Statements, number
 
 AT_THE_END: Final = 1 << 62
 

@@ -1,4 +1,4 @@
-"""The facts of each trace, row by row, in files on disk: Parquet, for DuckDB to join."""
+"""The facts of each trace, row by row, in Parquet files on disk, and the SQL in `sql/diff/` by which DuckDB joins them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..store.library import table_schema
+from ..store.library import sql_sections, table_schema
 
 FACTS: Final[dict[str, pa.Schema]] = {
     # a request became known, or its prompt did
@@ -111,3 +111,39 @@ def _rows_as_binary(rows: npt.NDArray[np.uint8]) -> pa.Array:
     height, width = rows.shape
     offsets = pa.py_buffer(np.arange(height + 1, dtype=np.int32) * np.int32(width))
     return pa.Array.from_buffers(pa.binary(), height, [None, offsets, pa.py_buffer(np.ascontiguousarray(rows))])
+
+
+class Statements:
+    """Runs the statements of one file by their names, with values in place of `{these}`."""
+
+    def __init__(self, connection: Any, file: str) -> None:
+        self._connection = connection
+        self._sql = sql_sections("diff", file)
+
+    def text(self, name: str, **values: object) -> str:
+        """Return a statement."""
+        return self._sql[name].format(**values)
+
+    def run(self, name: str, **values: object) -> Any:
+        """Run a statement."""
+        return self._connection.execute(self.text(name, **values))
+
+    def both(self, name: str, **values: object) -> None:
+        """Run a statement for either trace; `{s}` is a or b."""
+        for side in ("a", "b"):
+            self.run(name, s=side, **values)
+
+    def rows(self, name: str, parameters: list[Any] | None = None, **values: object) -> list[dict[str, Any]]:
+        """Return a query's rows by their columns."""
+        result = self._connection.execute(self.text(name, **values), parameters)
+        names = [column[0] for column in result.description]
+        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
+    def count(self, name: str, **values: object) -> int:
+        """Return a query's only number."""
+        return number(self._connection, self.text(name, **values))
+
+
+def number(connection: Any, query: str) -> int:
+    """Return a query's only number."""
+    return int(connection.execute(query).fetchone()[0])

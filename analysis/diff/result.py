@@ -7,10 +7,9 @@ import numpy as np
 
 from ...recorder.trace.header import TraceHeader
 from .comparability import ComparisonPlan, largest_difference
-from .pairing import Pairing
+from .facts import Statements, number
+from .pairing import Pairing, Timing
 from .settings import KV_DTYPES
-from .statements import Statements, number
-from .timing import Timing
 from .walk import TraceTotals
 
 SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"

@@ -9,8 +9,7 @@ from ..store.session import SqlSession
 from ..store.sources import Source
 from ..store.triage import is_whole, lost_line, triage
 from .ask import Ask, Limits, page_sql, plain
-from .found import DAMAGE_CLASS, find_subjects
-from .slot_map import chain_windows, slot_map
+from .found import DAMAGE_CLASS, chain_windows, find_subjects, slot_map
 
 
 def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[str, Any]:

@@ -101,6 +101,9 @@ class _Cuttable(io.RawIOBase):
     def __init__(self, sink: IO[bytes]) -> None:
         self.sink: IO[bytes] | None = sink
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
         return self.sink.write(data) if self.sink is not None else len(data)
 

@@ -15,7 +15,7 @@ from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
 from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.reader import EventView
-from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding
+from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding, of_request
 from .history import ForwardView, GroupReads, History, Judged, NamedSlots
 
 MAX_REMEMBERED: Final = 4096
@@ -199,8 +199,7 @@ class HistoryCheck:
             time_ns=event.time_ns,
             runner=history.header.groups[group].runner,
             group=group,
-            request_id=event.request_id,
-            request=history.request_table.name(event.request_id),
+            **of_request(history.request_table, event.request_id),
             req_pool_idx=event.row,
             slot=int(slots[0]),
             detail=counted(detail, len(slots)),

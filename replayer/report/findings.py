@@ -105,18 +105,18 @@ def forward_finding(
     request_id, row = -1, -1 if request < 0 else 0
     if 0 <= request < len(forward.request_ids):
         request_id, row = int(forward.request_ids[request]), int(forward.req_pool_indices[request])
-    return Finding(
-        kind=kind,
-        event=forward.event,
-        forward=forward.forward,
-        time_ns=forward.time_ns,
-        runner=forward.runner,
-        request_id=request_id,
-        request=names.name(request_id),
-        req_pool_idx=row,
-        detail=detail,
-        **{"evidence": evidence(forward.event), **fields},
-    )
+    fields = {"evidence": evidence(forward.event), "req_pool_idx": row, **fields}
+    return event_finding(kind, forward, detail, runner=forward.runner, **of_request(names, request_id), **fields)
+
+
+def event_finding(kind: str, what: Any, detail: str, **fields: Any) -> Finding:
+    """Return a finding at an event that says its forward, too."""
+    return Finding(kind=kind, event=what.event, forward=what.forward, time_ns=what.time_ns, detail=detail, **fields)
+
+
+def of_request(names: RequestTable, request_id: int) -> dict[str, Any]:
+    """Return the fields of a finding that say which request it is of."""
+    return {"request_id": request_id, "request": names.name(request_id)}
 
 
 def evidence(*events: int | Iterable[int]) -> str:

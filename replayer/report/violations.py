@@ -5,7 +5,7 @@ counted; of a slot that has very many, and of a report that has, the first are k
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,9 +102,9 @@ class LaunchViolations:
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> "LaunchViolations":
         """Return the rows that `chosen` `[n] bool` names."""
-        names = ("rows", "request_ids", "req_pool_indices", "expected_positions", "writers", "places", "turns")
-        arrays = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: array[chosen] for name, array in arrays.items() if array is not None})
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
+        arrays: dict[str, Any] = {name: a[chosen] for name, a in columns.items() if isinstance(a, np.ndarray)}
+        return replace(self, **arrays)
 
 
 def launch_violations(
@@ -130,12 +130,9 @@ def launch_violations(
         expected_positions, writers = plan.expected_positions[entries], pool.last_writers(rows[:, _SLOT_FIELD])
         if isinstance(what, Sweep):
             places = first_places(np.stack([plan.slots, plan.expected_positions], axis=1))[entries]
+    same: dict[str, Any] = {name: getattr(what, name) for name in ("event", "forward", "time_ns", "mode", "runner")}
     return LaunchViolations(
-        event=what.event,
-        forward=what.forward,
-        time_ns=what.time_ns,
-        mode=what.mode,
-        runner=what.runner,
+        **same,
         group=pool.index,
         endpoint=endpoint,
         half=half,

@@ -14,7 +14,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.trace.batch import TraceBatch
-from ...recorder.trace.header import PoolGroup, Runner, TraceHeader
+from ...recorder.trace.header import PoolGroup, TraceHeader
 from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
 from ..checks import CHECK_NAMES
 
@@ -34,12 +34,11 @@ _SAYS_ALL: Final = 3  # the minor version since which a header says what is not 
 _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
 _MOST_NAMED: Final = 8
 _ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
-_NAMED: Final = frozenset(
-    {"layers", "bytes", "bytes_watched", "submitted", "attention", "window", "truth", "columns"}
-)  # one of many
+# One of many.
+_NAMED: Final = frozenset({"layers", "bytes", "bytes_watched", "submitted", "attention", "window", "truth", "columns"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Watched:
     """How much of one thing was watched.
 
@@ -134,35 +133,32 @@ def coverage(
     for index, (runner, counted) in enumerate(zip(header.runners, figures.tolist(), strict=True)):
         name = runner.name
         if not counted[_FORWARDS] and judged:
-            rows.append(
-                Watched(what="runner", name=name, watched=0, total=0, words=f"{name}: it ran no forward with a request")
-            )
+            rows.append(Watched("runner", name, 0, 0, words=f"{name}: it ran no forward with a request"))
         if header.streams(index) and settings["kv_hash"] != "none":
             every = header.capture.kv_watch_every
-            reason, thing = (
-                f"read again every {every:,} forwards" if every else "never read again",
-                "KV bytes of prefixes",
-            )
-            rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, thing, reason))
+            reason = f"read again every {every:,} forwards" if every else "never read again"
+            rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", reason))
             reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
             thing = "KV bytes on their way into the pool"
             rows.append(_of_forwards("submitted", name, counted, _SUBMITTED, thing, reason))
-        rows.append(_attention(name, counted))
+        # Lengths and slots; the screen names the less.
+        figure = _LENS if counted[_LENS] < counted[_SLOTS] else _SLOTS
+        rows.append(_of_forwards("attention", name, counted, figure, "what attention was given"))
         if _sliding(header, index):
             reason = "the engine shows a block table, and not what attention reads of it"
             rows.append(_of_forwards("window", name, counted, _WINDOWS, "which positions sliding layers read", reason))
         reason = "no truth tokens recorded" if header.truth_table is None or not header.capture.truth_tokens else ""
         rows.append(_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason))
-        rows.append(_columns(runner))
-    read = entries_read
-    words = f"{unknown_entries:,} of {read:,} slots read: nobody knows what they must hold" if unknown_entries else ""
-    rows.append(Watched(what="slots_read", name="", watched=read - unknown_entries, total=read, words=words))
+        words, columns = f"{', '.join(runner.derived)} (derived)" if runner.derived else "", len(INT_LISTS)
+        rows.append(Watched("columns", name, columns - len(runner.derived), columns, words=words))
+    read, unknown = entries_read, unknown_entries
+    words = f"{unknown:,} of {read:,} slots read: nobody knows what they must hold" if unknown else ""
+    rows.append(Watched("slots_read", "", read - unknown, read, words=words))
     tokens, unknown = (int(figures[:, figure].sum()) for figure in (_TOKENS, _UNKNOWN))
     words = f"{unknown:,} of {tokens:,} input tokens, which are unknown" if unknown else ""
-    rows.append(Watched(what="tokens", name="", watched=tokens - unknown, total=tokens, words=words))
+    rows.append(Watched("tokens", "", tokens - unknown, tokens, words=words))
     told = header.slot_history == "complete"
-    words = "" if told else "who held a slot (no slot history)"
-    history = Watched(what="slot_history", name="", watched=int(told), total=1, words=words)
+    history = Watched("slot_history", "", int(told), 1, words="" if told else "who held a slot (no slot history)")
     return [*rows, _ranks(header), history, _checks(settings["checks"])]
 
 
@@ -181,7 +177,7 @@ def not_watched(rows: Sequence[Watched]) -> list[str]:
 
 def _forwards(judged: int, recorded: int) -> Watched:
     words = f"{recorded - judged:,} of {recorded:,} forwards, which were left out" if judged < recorded else ""
-    return Watched(what="forwards", name="", watched=judged, total=recorded, words=words)
+    return Watched("forwards", "", judged, recorded, words=words)
 
 
 def _left_out(header: TraceHeader) -> list[Watched]:
@@ -193,10 +189,10 @@ def _left_out(header: TraceHeader) -> list[Watched]:
         if entry.name in {"layers": groups, "bytes": groups, "submitted": runners}.get(entry.what, ()):
             continue
         words = entry.name if entry.what in _ITSELF else f"{entry.what} of {entry.name}"
-        rows.append(Watched(what=entry.what, name=entry.name, watched=0, total=None, reason=entry.reason, words=words))
+        rows.append(Watched(entry.what, entry.name, 0, None, entry.reason, words))
     if header.format_minor < _SAYS_ALL:
         words = f"other pools, draft models, CUDA graphs ({NOT_SAID})"
-        rows.append(Watched(what="other", name="", watched=0, total=None, reason=NOT_SAID, words=words))
+        rows.append(Watched("other", "", 0, None, NOT_SAID, words))
     return rows
 
 
@@ -215,10 +211,10 @@ def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
     elif len(watched) < total:
         rest = sorted(set(range(max(total, watched[-1] + 1))) - set(watched))
         # A group's layers may be any of the model's, so that numbers past its own count say nothing of the rest.
-        words = (
-            f"layers {number_runs(rest)}" if watched[-1] < total else f"{total - len(watched):,} of {total:,} layers"
-        )
-    return Watched(what="layers", name=group.name, watched=len(watched), total=total, reason=reason, words=words)
+        words = f"{total - len(watched):,} of {total:,} layers"
+        if watched[-1] < total:
+            words = f"layers {number_runs(rest)}"
+    return Watched("layers", group.name, len(watched), total, reason, words)
 
 
 def number_runs(numbers: Sequence[int], *, most: int = _MOST_NAMED) -> str:
@@ -237,7 +233,7 @@ def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:
     """Return how many bytes of a slot are compared, in the layers that are watched."""
     reason = _reason(header, "bytes", group.name)
     if not group.streams:
-        return Watched(what="bytes", name=group.name, watched=0, total=None, reason=reason, words="KV bytes")
+        return Watched("bytes", group.name, 0, None, reason, "KV bytes")
     most = {"none": 0, "partial": _PARTIAL_BYTES}.get(kv_hash)
     compared = sum(s.capture_bytes if most is None else min(most, s.capture_bytes) for s in group.streams)
     total = sum(stream.bytes_per_token for stream in group.streams)
@@ -248,7 +244,7 @@ def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:
     if compared < total:
         words = f"{total - compared:,} of a slot's {total:,} bytes"
         words += f" (--kv-hash {kv_hash})" if compared < captured else ""
-    return Watched(what="bytes", name=group.name, watched=compared, total=total, reason=reason, words=words)
+    return Watched("bytes", group.name, compared, total, reason, words)
 
 
 def _of_forwards(what: str, name: str, counted: Sequence[int], figure: int, thing: str, reason: str = "") -> Watched:
@@ -256,33 +252,20 @@ def _of_forwards(what: str, name: str, counted: Sequence[int], figure: int, thin
     words = ""
     if watched < total:
         words = thing if not watched else f"{thing} in {total - watched:,} of {total:,} forwards"
-    return Watched(what=what, name=name, watched=watched, total=total, reason=reason if words else "", words=words)
-
-
-def _attention(name: str, counted: Sequence[int]) -> Watched:
-    """Return in how many forwards it was seen what attention was given, lengths and slots; the screen names the less."""
-    figure = _LENS if counted[_LENS] < counted[_SLOTS] else _SLOTS
-    return _of_forwards("attention", name, counted, figure, "what attention was given")
-
-
-def _columns(runner: Runner) -> Watched:
-    words = f"{', '.join(runner.derived)} (derived)" if runner.derived else ""
-    total = len(INT_LISTS)
-    return Watched(what="columns", name=runner.name, watched=total - len(runner.derived), total=total, words=words)
+    return Watched(what, name, watched, total, reason if words else "", words)
 
 
 def _ranks(header: TraceHeader) -> Watched:
     ranks = header.ranks
     total = max(1, ranks.tp_size) * max(1, ranks.pp_size) * max(1, ranks.dp_size)
     words = f"the {total - 1:,} other ranks" if total > 2 else "the other rank" if total > 1 else ""
-    return Watched(what=RANKS, name="", watched=1, total=total, words=words)
+    return Watched(RANKS, "", 1, total, words=words)
 
 
 def _checks(names: Sequence[str]) -> Watched:
     left_out = [name for name in CHECK_NAMES if name not in names]
-    words = ""
+    total, words = len(CHECK_NAMES), ""
     if left_out:
-        words = "every history check" if len(left_out) == len(CHECK_NAMES) else f"the checks {', '.join(left_out)}"
+        words = "every history check" if len(left_out) == total else f"the checks {', '.join(left_out)}"
         words += " (--checks)"
-    total = len(CHECK_NAMES)
-    return Watched(what="checks", name="", watched=total - len(left_out), total=total, words=words)
+    return Watched("checks", "", total - len(left_out), total, words=words)

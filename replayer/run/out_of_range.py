@@ -12,7 +12,7 @@ from ...kernels.ops.plan.reference import VerifyPlan, WritePlan
 from ...recorder.state.forward import Forward
 from ...recorder.state.pools import GroupPool
 from ...recorder.state.requests import RequestTable
-from ..report.findings import Finding, forward_finding
+from ..report.findings import Finding, event_finding, forward_finding
 from .planning import Sweep
 
 
@@ -98,19 +98,8 @@ def explain_sweep(sweep: Sweep, group: int, num_slots: int) -> list[Finding]:
         return []
     first = int(beyond[0])
     detail = f"the prefix cache holds {len(beyond)} slots, or predecessors of slots, that the pool of {num_slots} does not have"
-    return [
-        Finding(
-            kind="slot_out_of_pool",
-            event=sweep.event,
-            forward=sweep.forward,
-            time_ns=sweep.time_ns,
-            runner=sweep.runner,
-            group=group,
-            position=int(plan.expected_positions[first]),
-            slot=int(plan.slots[first]),
-            detail=detail,
-        )
-    ]
+    place = {"position": int(plan.expected_positions[first]), "slot": int(plan.slots[first])}
+    return [event_finding("slot_out_of_pool", sweep, detail, runner=sweep.runner, group=group, **place)]
 
 
 def _finding(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...kernels.arrays import Int64Array
 from ...recorder.state.forward import Forward
@@ -21,29 +20,26 @@ FIELDS: Final = (
     *("mode", "req_pool_indices", "request_ids", "prefix_lens", "extend_lens"),
     *("positions", "out_cache_loc", "input_ids"),
 )
-_PAGE: Final = 64
+_DIGEST_BYTES: Final = 8
 
 
 class ScheduleLog:
-    """The digests of one rank's forwards, `[8] uint64` each, by number; `requests` are all that it ran, `name` is for findings."""
+    """The digests of one rank's forwards by their numbers; `requests` are all that it ran, `name` is for findings."""
 
     def __init__(self, name: str, header: TraceHeader) -> None:
         self.name = name
         self.plain = header.tokens == "plain"
         self.requests: set[int] = set()
-        self._pages: dict[int, npt.NDArray[np.uint64]] = {}  # of so many forwards each, 0 if there is none
+        self._digests: dict[int, bytes] = {}
 
     def note(self, forward: Forward) -> None:
         """Keep a forward's digests."""
-        page, row = divmod(forward.forward, _PAGE)
-        self._pages.setdefault(page, np.zeros((_PAGE, len(FIELDS)), np.uint64))[row] = digests(forward)
+        self._digests[forward.forward] = digests(forward)
         self.requests |= requests_of(forward)
 
-    def of(self, number: int) -> npt.NDArray[np.uint64] | None:
+    def of(self, number: int) -> bytes | None:
         """Return the digests of a forward, None if this rank has none of that number."""
-        page, row = divmod(number, _PAGE)
-        found = self._pages.get(page, np.zeros((_PAGE, 1), np.uint64))[row]
-        return found if found.any() else None
+        return self._digests.get(number)
 
 
 class Schedule:
@@ -76,7 +72,7 @@ class Schedule:
         theirs = self.other.of(forward.forward) if self.other is not None else None
         if self.other is None or theirs is None or self.unrelated:
             return []
-        differs = digests(forward) != theirs
+        differs = np.frombuffer(digests(forward), np.uint64) != np.frombuffer(theirs, np.uint64)
         if not (self._plain and self.other.plain):  # each process salts its own hashes
             differs[FIELDS.index("input_ids")] = False
         mine = requests_of(forward)
@@ -118,14 +114,11 @@ def requests_of(forward: Forward) -> set[int]:
     return set(forward.request_ids[forward.req_pool_indices != 0].tolist())
 
 
-def digests(forward: Forward) -> npt.NDArray[np.uint64]:
-    """Return a digest of each field of a forward, `[8] uint64`."""
-    found = np.empty(len(FIELDS), np.uint64)
-    for place, name in enumerate(FIELDS):
-        value = field_values(forward, name)
-        data = value.encode() if isinstance(value, str) else np.ascontiguousarray(value).tobytes()
-        found[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
-    return found
+def digests(forward: Forward) -> bytes:
+    """Return a digest of each field of a forward, one behind the other."""
+    values = [field_values(forward, name) for name in FIELDS]
+    data = [value.encode() if isinstance(value, str) else value.tobytes() for value in values]
+    return b"".join(hashlib.blake2b(one, digest_size=_DIGEST_BYTES).digest() for one in data)
 
 
 def field_values(forward: Forward, name: str) -> Int64Array | str:

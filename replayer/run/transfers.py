@@ -17,7 +17,7 @@ from ...recorder.state.pools import RECORD_BYTES, GroupPool
 from ...recorder.state.requests import RequestTable
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import TraceHeader
-from ..report.findings import Finding
+from ..report.findings import Finding, event_finding, of_request
 
 ParcelKey = tuple[int, str, int]  # room, name of the pool group, first position
 
@@ -183,20 +183,10 @@ class Transfers:
         return [self._finding(kind, transfer, int(which[0]), f"{len(which)} of {len(transfer.slots)} slots {what}")]
 
     def _finding(self, kind: str, transfer: TransferEvent, index: int, detail: str) -> Finding:
-        return Finding(
-            kind=kind,
-            event=transfer.event,
-            forward=transfer.forward,
-            time_ns=transfer.time_ns,
-            runner=self._pools[transfer.group].group.runner,
-            group=transfer.group,
-            request_id=transfer.request_id,
-            request=self._request_table.name(transfer.request_id),
-            req_pool_idx=transfer.row,
-            position=transfer.start_position + index,
-            slot=int(transfer.slots[index]),
-            detail=f"room {transfer.room}: {detail}",
-        )
+        place = {"position": transfer.start_position + index, "slot": int(transfer.slots[index])}
+        place |= {"runner": self._pools[transfer.group].group.runner, "group": transfer.group}
+        who = {"req_pool_idx": transfer.row, **of_request(self._request_table, transfer.request_id)}
+        return event_finding(kind, transfer, f"room {transfer.room}: {detail}", **place, **who)
 
 
 def _fits(parcel: Parcel, pool: GroupPool) -> bool:

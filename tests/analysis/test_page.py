@@ -23,7 +23,7 @@ from kvcanary.analysis.page import build
 from kvcanary.analysis.page.ask import Limits, plain
 from kvcanary.analysis.page.build import MAX_BYTES, bounded_page, build_page, json_for_html
 from kvcanary.analysis.page.content import page_content
-from kvcanary.analysis.page.slot_map import neighbourhoods
+from kvcanary.analysis.page.found import neighbourhoods
 from kvcanary.analysis.store.session import open_sources
 from kvcanary.analysis.store.store import build_store
 from kvcanary.replayer.run.replay import ReplaySettings, replay
