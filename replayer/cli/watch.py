@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ...recorder.cli.program import GivenPath
-from .options import check_names
+from .replay import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -105,8 +105,8 @@ def watch_command(
     from ...kernels.replay_pass.state import STATE_LOOPS
     from ...recorder.cli.program import console_for, fail, loaded
     from ...recorder.errors import TraceError
+    from ..report.summary import combined_exit_code
     from ..run.settings import ReplaySettings
-    from ..run.verdict import combined_exit_code
     from ..watch.folder import WatchedFolder
     from ..watch.reactions import Reactions
 

@@ -14,10 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from ...recorder.trace.reader import read_trace
-from ..report.summary import Summary
+from ..report.summary import Summary, Verdict
 from ..run.replay import replay
 from ..run.settings import ReplaySettings
-from ..run.verdict import Verdict
 from .adapter_faults import INPUT_FAULTS, InputFault, StepInputs
 
 Factory = Callable[[Path], Any]
