@@ -21,13 +21,17 @@ from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_co
 
 def why_it_waits(runner: Any, layout: VllmLayout, connector: str) -> str:
     """Return why a runner's forwards cannot be recorded without waiting for the device, nothing if they can."""
+    config = runner.vllm_config
+    prepares = getattr(getattr(runner, "model_state", None), "prepare_attn", None)
     reasons = {
         "a draft model's layers are recorded as they store K and V": layout.draft is not None,
         f"what the KV connector {connector} loads is recorded as it lands": bool(connector),
         "the model is fed positions of several dimensions": bool(fed_otherwise(runner)),
         "the model may be fed embeddings in place of tokens": bool(
-            getattr(runner.vllm_config.model_config, "enable_prompt_embeds", False)
+            getattr(config.model_config, "enable_prompt_embeds", False)
         ),
+        "a step may be split into micro-batches": bool(getattr(config.parallel_config, "use_ubatching", False)),
+        "this vLLM prepares attention elsewhere": not is_v1(runner) and not callable(prepares),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

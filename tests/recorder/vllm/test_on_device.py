@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.vllm import kv, recording
+from kvcanary.recorder.engines.vllm.device import why_it_waits
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 
@@ -139,6 +141,24 @@ def test_an_engine_that_cannot_be_captured_is_recorded_all_the_same(
     serve()
     assert "every forward waits for the device: of a reason" in events(tmp_path)[0].notes
     assert verdict(tmp_path).verdict.value == "clean"
+
+
+@pytest.mark.parametrize("kind", ["draft", "connector", "several dimensions", "embeddings", "micro-batches", "v2"])
+def test_what_cannot_be_captured_is_said(kind: str) -> None:
+    runner = fake_engine.GPUModelRunner([FullAttentionSpec()], 4)
+    layout = SimpleNamespace(draft=None)
+    assert why_it_waits(runner, layout, "") == ""
+    if kind == "draft":
+        layout.draft = object()
+    elif kind == "several dimensions":
+        runner.uses_mrope = True
+    elif kind == "embeddings":
+        runner.vllm_config.model_config.enable_prompt_embeds = True
+    elif kind == "micro-batches":
+        runner.vllm_config.parallel_config.use_ubatching = True
+    elif kind == "v2":
+        del runner.input_batch
+    assert why_it_waits(runner, layout, "HostConnector" if kind == "connector" else "")
 
 
 def test_a_device_recorder_is_what_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
