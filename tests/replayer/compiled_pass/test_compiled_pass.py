@@ -11,6 +11,7 @@ import pytest
 from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
 from kvcanary.kernels.replay_pass.entries import EVENT, HI, NUM_DUE
 from kvcanary.kernels.replay_pass.events import replay_events_loops
+from kvcanary.kernels.replay_pass.ledger import STAMP, STAMP_REQUEST
 from kvcanary.recorder.state.history import ROW_END
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.header import StateTable, TraceHeader
@@ -95,6 +96,44 @@ def test_the_answer_is_that_without_the_pass(
     assert not taken
     assert answer(trace, tmp_path / "with") == expected
     assert sum(taken) >= CLEAN.get(name, 0.05) * sum(expected["events"].values())
+
+
+def state(trace: Path) -> dict[str, np.ndarray]:
+    """Return all that an interval replay holds at its end, but for the numbers of forwards that were judged."""
+    with ReplayRun(trace, settings=ReplaySettings(executor="interval"), report=None) as run:
+        while run.step():
+            pass
+        executor = run.events.executor
+        history = executor.history
+        assert history is not None
+        held = {"status": history.rows.status}
+        held |= {f"rows of runner {number}": last for number, last in enumerate(history.rows.last)}
+        held |= {f"table {number}": table for number, table in enumerate(executor.tables.req_to_token)}
+        held |= {f"lut {number}": lut for number, lut in enumerate(executor.tables.luts)}
+        if executor.tables.truth is not None:
+            held["truth"] = executor.tables.truth
+        for pool in executor.pools:
+            index, tier = pool.index, pool.pool
+            held[f"ledger {index}"] = np.delete(history.ledger.rows[index], [STAMP, STAMP_REQUEST], axis=1)
+            held[f"transfers {index}"] = history.ledger.transfers[index]
+            held[f"writers {index}"] = tier.writers
+            for half in pool.group.halves:
+                held |= {f"head {half} {index}": tier.head[half], f"tail {half} {index}": tier.tail[half]}
+            held |= {f"stream {number} {index}": data for number, data in enumerate(tier.kv)}
+        return {name: array.copy() for name, array in held.items()}
+
+
+@pytest.mark.parametrize("name", [*CLEAN, *FAULTY])
+def test_the_state_is_that_without_the_pass(name: str, taken: list[int]) -> None:
+    trace = DATA / f"{name}.arrow"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(event_replay, "make_pass", lambda *_, **__: None)
+        expected = state(trace)
+    assert not taken
+    found = state(trace)
+    assert sum(taken) and found.keys() == expected.keys()
+    for what, array in expected.items():
+        np.testing.assert_array_equal(found[what], array, err_msg=what)
 
 
 @pytest.mark.parametrize("name", ["clean_llama", "clean_hybrid", "simulated/clean_eagle"])
