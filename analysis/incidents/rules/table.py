@@ -1,6 +1,6 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
-from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
+from ..cluster import CONTENT, POSITION, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
 from .allocation import lower_edge, own_free
 
 
@@ -16,6 +16,11 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.violation(CONTENT)
     if sign is None or sign.request_id < 0 or sign.position < 0:
         return None
+    moved = [s for s in cluster.head if s.bits & POSITION and (s.request_id, s.group) == (sign.request_id, sign.group)]
+    places = {s.position for s in moved}
+    if len(places) > 1 and places == {s.stored_position for s in moved} and cluster.was_given(sign):
+        said = f"the pages in the table row of {sign.reader} stand in another order in {sign.when}: {sign.place} holds position "
+        return cluster.diagnosis(0.9, f"{said}{sign.stored_position}, and so on for {len(places)} positions", sign)
     said = (
         f"the table row of {sign.reader} pointed at {sign.place} in {sign.when}: it holds token {sign.stored_token}, "
     )
