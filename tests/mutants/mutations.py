@@ -142,8 +142,8 @@ def _places(tree: ast.Module) -> Iterator[Place]:
 
 
 def _within(function: str, node: ast.AST, statement: int, numbers: dict[int, int]) -> Iterator[Place]:
-    """Yield the places of a node and of what is below it, without annotations and errors."""
-    if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom)):
+    """Yield the places of a node and of what is below it, without annotations, errors, and what `zip` is to refuse."""
+    if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom)) or getattr(node, "arg", None) == "strict":
         return
     statement = numbers.get(id(node), statement)
     for attribute, changed in _changes(node):
