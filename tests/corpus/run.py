@@ -248,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="record only bugs whose name contains this")
     parser.add_argument("--replay", action="store_true", help="record nothing, replay what is saved")
-    parser.add_argument("--lab-seeds", type=int, default=2, help="trials of each lab fault for the reliability table")
+    parser.add_argument("--lab-seeds", type=int, default=3, help="trials of each lab fault for the reliability table")
     args = parser.parse_args()
     if not args.replay:
         record([bug for bug in BUGS.values() if args.only in bug.trace])
