@@ -11,6 +11,6 @@ $pip --no-deps "sglang==$version" torchvision==0.28.0 xgrammar==0.2.7
 $pip transformers==5.19.0 triton==3.9.0 numpy==2.4.6 orjson psutil pybase64 requests packaging pillow msgspec pyzmq tqdm \
   ipython aiohttp pydantic dill apache-tvm-ffi sentencepiece compressed-tensors gguf openai partial-json-parser einops \
   uvloop uvicorn fastapi setproctitle prometheus_client jsonschema soundfile python-multipart
-$pip -c "$here/../../../constraints.txt" click crc32c numba pyarrow rich 2>/dev/null || $pip click crc32c numba pyarrow rich
+$pip -c "$here/../../../constraints.txt" click crc32c duckdb numba pyarrow rich 2>/dev/null || $pip click crc32c duckdb numba pyarrow rich
 $pip --no-deps -e "$here/../../.."
 cp "$here/standin/sitecustomize.py" "$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
