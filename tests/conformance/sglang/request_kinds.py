@@ -308,7 +308,7 @@ KINDS: dict[str, Kind] = {
     "recurrent": Kind(run=plain, model="lfm2", canary=False),
     "recurrent-overlap-aborted": Kind(run=aborted, model="lfm2", options=OVERLAP, canary=False),
     "recurrent-flushed": Kind(run=flushed, model="lfm2", canary=False),
-    "recurrent-paused": Kind(run=paused, model="lfm2", canary=False, statuses=("retracted",)),
+    "recurrent-retracted": Kind(run=plain, model="lfm2", canary=False, retracts=True, statuses=("retracted",)),
     "recurrent-turns-evicted": Kind(run=turns, model="lfm2", options=SMALL, canary=False),
     "turns": Kind(run=turns, options={"page_size": 4}),
     "same-id": Kind(run=same_id),
