@@ -37,18 +37,18 @@ BATCH = 32
 FIRST_USE = """
 import time
 import numba
-from kvcanary.kernels import dispatch, kv_source, oracle, plan, scatter, verify, write
+from kvcanary.kernels import dispatch
+from kvcanary.kernels.ops.hash import kv_source
+from kvcanary.kernels.ops.oracle import reference as oracle
+from kvcanary.kernels.ops.plan import reference as plan
+from kvcanary.kernels.ops.scatter import reference as scatter
+from kvcanary.kernels.ops.verify import reference as verify
+from kvcanary.kernels.ops.write import reference as write
 start = time.perf_counter()
-for module, names in (
-    (plan, ("plan_entries_loops", "plan_writes_loops")),
-    (kv_source, ("fold_source_loops",)),
-    (verify, ("verify_loops",)),
-    (write, ("write_loops",)),
-    (scatter, ("scatter_loops",)),
-    (oracle, ("oracle_tokens_loops", "repeat_ids_loops")),
-):
-    for name in names:
-        dispatch.select(getattr(module, name), "cpu")
+for module in (plan, kv_source, verify, write, scatter, oracle):
+    for name in dir(module):
+        if name.endswith("_loops") and getattr(module, name).__module__ == module.__name__:
+            dispatch.select(getattr(module, name), "cpu")
 print(time.perf_counter() - start)
 """
 
