@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 3
+FORMAT_MINOR: Final = 4
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -112,7 +112,8 @@ BYTE_LISTS: Final = (
 ADDED: Final[dict[str, int]] = {
     **dict.fromkeys(("state_start", "state_count", "state_bytes"), 2),
     **dict.fromkeys(("attention_watched", "kv_submitted_bytes", "submitted_watched", "window_watched"), 3),
-    **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_", "identity_"))), 3),
+    **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_"))), 3),
+    **dict.fromkeys((name for name in INT_LISTS if name.startswith("identity_")), 4),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.

@@ -17,7 +17,7 @@ from kvcanary.recorder.trace.checksum import batch_crc32c, column_forms, text_cr
 from kvcanary.recorder.trace.event import batch_metadata, encode_events, header_schema
 from kvcanary.recorder.trace.header import ModelInfo, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
-from kvcanary.recorder.trace.schema import FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
+from kvcanary.recorder.trace.schema import ADDED, FORMAT_MINOR, HEADER_CRC_KEY, HEADER_KEY, trace_schema
 from kvcanary.recorder.writing.writer import TraceWriter
 
 
@@ -226,6 +226,20 @@ def test_missing_and_changed_columns(traces, name):
     assert "with nulls" in unreadable(path)
     craft(path, schema.append(schema.field(name)), [])
     assert "there 2 times" in unreadable(path)
+
+
+@pytest.mark.parametrize("minor", range(FORMAT_MINOR))
+def test_a_trace_of_an_older_minor_has_none_of_the_columns_that_came_later(traces, minor):
+    path = traces.folder / "x.arrow"
+    schema = header_with(traces, format_minor=minor)
+    batch = good_batch(traces, schema)
+    for name, since in ADDED.items():
+        if since > minor:
+            batch = batch.drop_columns([name])
+    craft(path, batch.schema, [(batch, batch_metadata(batch, 0))])
+    (found,), gaps, complete = traces.read(path)
+    assert complete and not gaps and found.num_events == batch.num_rows
+    assert found.num_events > 0 and max(ADDED.values()) == FORMAT_MINOR
 
 
 def test_damaged_header(traces):
