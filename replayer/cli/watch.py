@@ -132,17 +132,17 @@ def watch_command(
         loaded()
         try:
             with screen.live():
-                looked = 0.0
+                looked, pending = 0.0, False
                 while True:
                     if time.monotonic() - looked >= _LOOK_SECONDS or not watched.under_way:
-                        watched.look()
+                        pending = watched.look()
                         looked = time.monotonic()
                     moved = watched.step()
                     reactions.look()
                     screen.show(watched.facts())
                     if served is not None:
                         served.update(watched.facts())
-                    if once and not (moved or watched.under_way or reactions.busy):
+                    if once and not (moved or pending or watched.under_way or reactions.busy):
                         break
                     if not moved:
                         time.sleep(_IDLE_SECONDS)

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from ...recorder.errors import TraceError, printable
 from ...recorder.files import read_small_file, replace_file
-from ...recorder.trace.files import is_being_written
 from ...recorder.trace.recordings import Recording, group_recordings, traces_in
 from ..run.settings import ReplaySettings
-from .recording import WatchedRecording, is_readable
+from .recording import WatchedRecording, is_readable, is_settled
 
 STATE_FILE: Final = ".kvcanary-watch.json"
 _TURN_SECONDS: Final = 0.5  # how long one recording is replayed before the next has its turn
@@ -40,21 +39,25 @@ class WatchedFolder:
         self.state_error = ""
         self.under_way: list[WatchedRecording] = []
 
-    def look(self) -> None:
-        """Begin with recordings that are new in the folder; raise `TraceError` if the folder cannot be read."""
+    def look(self) -> bool:
+        """Begin with recordings that are new in the folder; raise `TraceError` if the folder cannot be read.
+
+        Returns whether a file is there that may get its header yet.
+        """
         if not self._folder.is_dir():
             raise TraceError(f"{self._folder}: no such folder; name the one that the engine records into")
         known = {path for one in self.under_way for path in one.paths}
         try:
             paths = [path for path in traces_in(self._folder) if path not in known | self._refused]
         except TraceError:  # none yet
-            return
-        ready = [path for path in paths if is_readable(path) or not is_being_written(path, unknown=True)]
+            return False
+        ready = [path for path in paths if is_readable(path) or is_settled(path)]
         watched = {one.trace_id for one in self.under_way}
         for recording in group_recordings(ready)[0]:
             header = recording.header
             if header is None or header.trace_id not in watched | self.judged.keys():
                 self._begin(recording)
+        return len(ready) < len(paths)
 
     def step(self) -> bool:
         """Give each recording a turn; False if none had anything new."""

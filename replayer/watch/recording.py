@@ -14,6 +14,7 @@ from ..run.settings import ReplaySettings
 
 # How long nothing may follow a segment that says that another follows: its process died between the two.
 _NEXT_SEGMENT_SECONDS: Final = 10.0
+_SETTLED_SECONDS: Final = 2.0
 
 
 class WatchedRecording:
@@ -101,7 +102,7 @@ class WatchedRecording:
         following = []
         for path in self.paths:
             if (split_segment_name(path) or ("", 0))[1] > split[1]:
-                if not is_readable(path) and is_being_written(path, unknown=True):
+                if not (is_readable(path) or is_settled(path)):
                     break
                 following.append(path)
         if following:
@@ -119,3 +120,12 @@ def is_readable(path: Path) -> bool:
     with contextlib.suppress(TraceError), TraceReader(path):
         return True
     return False
+
+
+def is_settled(path: Path) -> bool:
+    """Whether nobody is writing a file, nor was a moment ago: one that begins is not locked yet."""
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return True
+    return age > _SETTLED_SECONDS and not is_being_written(path, unknown=True)
