@@ -15,7 +15,7 @@ from ...recorder.cli.program import GivenPath
 from .replay import check_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -117,7 +117,7 @@ def watch_command(
         freeze_file=freeze, command=on_incident, reports=report, say=screen.warn, on_incident=screen.incident
     )
 
-    def on_news(what: str, one: WatchedRecording | None, facts: dict[str, Any]) -> None:
+    def on_news(what: str, one: WatchedRecording | None, facts: Mapping[str, Any]) -> None:
         screen.news(what, facts)
         if one is None:
             return
@@ -203,12 +203,12 @@ class _Screen:
             yield
         self._live = None
 
-    def show(self, facts: Iterable[dict[str, Any]]) -> None:
+    def show(self, facts: Iterable[Mapping[str, Any]]) -> None:
         """Show what is known now."""
         if self._live is not None:
             self._live.update(_table([one for one in facts if not one["over"]]))
 
-    def news(self, what: str, facts: dict[str, Any]) -> None:
+    def news(self, what: str, facts: Mapping[str, Any]) -> None:
         """Say what happened to a recording."""
         said = {
             "begun": "[bold]{recording}[/bold]  watched",
@@ -237,7 +237,7 @@ class _Screen:
         """Say what could not be done."""
         click.echo(text, err=True)
 
-    def end(self, facts: list[dict[str, Any]]) -> None:
+    def end(self, facts: Sequence[Mapping[str, Any]]) -> None:
         """Say how it stands in the end."""
         if self._as_json:
             click.echo(json.dumps({"what": "end", "recordings": facts}))
@@ -246,7 +246,7 @@ class _Screen:
         else:
             self._console.print("nothing was recorded there")
 
-    def _say(self, as_json: dict[str, Any], text: str, facts: dict[str, Any]) -> None:
+    def _say(self, as_json: dict[str, Any], text: str, facts: Mapping[str, Any]) -> None:
         from rich.markup import escape
 
         from ...recorder.errors import printable
@@ -258,7 +258,7 @@ class _Screen:
         self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {text.format(**shown)}", soft_wrap=True)
 
 
-def _table(facts: list[dict[str, Any]]) -> Table:
+def _table(facts: Sequence[Mapping[str, Any]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

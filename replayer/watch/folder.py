@@ -1,16 +1,17 @@
 """A folder of recordings, each replayed while it is written, one step after another in one thread."""
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ...recorder.errors import TraceError, printable
 from ...recorder.files import read_small_file, replace_file
 from ...recorder.trace.recordings import Recording, group_recordings, traces_in
 from ..run.settings import ReplaySettings
-from .recording import WatchedRecording, is_readable, is_settled
+from .recording import Facts, WatchedRecording, is_readable, is_settled
 
 STATE_FILE: Final = ".kvcanary-watch.json"
 _TURN_SECONDS: Final = 0.5  # how long one recording is replayed before the next has its turn
@@ -27,14 +28,14 @@ class WatchedFolder:
         self,
         folder: Path,
         settings: ReplaySettings,
-        on_news: Callable[[str, WatchedRecording | None, dict[str, Any]], None],
+        on_news: Callable[[str, WatchedRecording | None, Mapping[str, Any]], None],
     ) -> None:
         self._folder = folder
         self._settings = settings
         self._on_news = on_news
         self._refused: set[Path] = set()
         self._told: set[str] = set()
-        self.judged: dict[str, dict[str, Any]] = self._read_state()
+        self.judged: dict[str, Facts] = self._read_state()
         self.judged_before = set(self.judged)
         self.state_error = ""
         self.under_way: list[WatchedRecording] = []
@@ -75,7 +76,7 @@ class WatchedFolder:
                 moved = True
         return moved
 
-    def facts(self) -> Iterator[dict[str, Any]]:
+    def facts(self) -> Iterator[Facts]:
         """Yield what is known of each recording, of those that are over first."""
         yield from self.judged.values()
         for one in self.under_way:
@@ -110,17 +111,15 @@ class WatchedFolder:
         self._write_state()
         self._on_news("over", one, facts)
 
-    def _read_state(self) -> dict[str, dict[str, Any]]:
+    def _read_state(self) -> dict[str, Facts]:
+        """Return what an earlier watch has judged; nothing if the file is not what a watch writes."""
         try:
-            kept = json.loads(read_small_file(self._folder / STATE_FILE))
-        except (OSError, ValueError):
+            return msgspec.json.decode(read_small_file(self._folder / STATE_FILE), type=dict[str, Facts])
+        except (OSError, msgspec.DecodeError):
             return {}
-        if not isinstance(kept, dict):
-            return {}
-        return {key: facts for key, facts in kept.items() if isinstance(facts, dict) and "verdict" in facts}
 
     def _write_state(self) -> None:
         try:
-            replace_file(self._folder / STATE_FILE, json.dumps(self.judged, indent=1).encode())
+            replace_file(self._folder / STATE_FILE, msgspec.json.encode(self.judged))
         except OSError as error:
             self.state_error = f"{self._folder / STATE_FILE} cannot be written ({error.strerror}): what was judged is judged again next time"

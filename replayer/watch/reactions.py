@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,13 +127,13 @@ class Metrics:
     def __init__(self, address: str, port: int) -> None:
         import prometheus_client
 
-        self._facts: list[dict[str, Any]] = []
+        self._facts: Sequence[Mapping[str, Any]] = []
         registry = prometheus_client.CollectorRegistry()
         registry.register(self)
         self._server, self._thread = prometheus_client.start_http_server(port, address, registry)
         self.port: int = self._server.server_port
 
-    def update(self, facts: Iterable[dict[str, Any]]) -> None:
+    def update(self, facts: Iterable[Mapping[str, Any]]) -> None:
         """Take what is known now."""
         self._facts = list(facts)
 
@@ -162,7 +162,7 @@ class Metrics:
         for family, name, said, key in single:
             metric = family(f"kvcanary_{name}", said, labels=["recording"])
             for one in facts:
-                metric.add_metric([one["recording"]], one.get(key, 0))
+                metric.add_metric([one["recording"]], one[key])
             yield metric
         for name, said, label, key in (
             ("violations", "Violations by reason.", "reason", "violations_by_reason"),
@@ -170,7 +170,7 @@ class Metrics:
         ):
             counter = CounterMetricFamily(f"kvcanary_{name}", said, labels=["recording", label])
             for one in facts:
-                for value, count in one.get(key, {}).items():
+                for value, count in one[key].items():
                     counter.add_metric([one["recording"], value], count)
             yield counter
         verdict = GaugeMetricFamily("kvcanary_verdict", "1 for the verdict so far.", labels=["recording", "verdict"])

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal, TypedDict
 
 from ...recorder.errors import TraceError
 from ...recorder.trace.files import is_being_written, recording_path, segments_of, split_segment_name
@@ -15,6 +15,28 @@ from ..run.settings import ReplaySettings
 # How long nothing may follow a segment that says that another follows: its process died between the two.
 _NEXT_SEGMENT_SECONDS: Final = 10.0
 _SETTLED_SECONDS: Final = 2.0
+
+
+class Facts(TypedDict):
+    """What is known of a recording so far."""
+
+    recording: str
+    trace_id: str
+    verdict: Literal["clean so far", "clean", "corrupt", "inconclusive"]
+    over: bool
+    forwards: int
+    tokens: int
+    requests: int
+    violations: int
+    violations_by_reason: dict[str, int]
+    findings: int
+    findings_by_kind: dict[str, int]
+    requests_hit: int
+    events_lost: int
+    losses: int
+    gaps: int
+    doubts: list[str]
+    seconds_behind: float
 
 
 class WatchedRecording:
@@ -70,13 +92,14 @@ class WatchedRecording:
         """Let go of pools and files."""
         self.run.__exit__()
 
-    def facts(self) -> dict[str, Any]:
-        """Return what is known so far, as plain JSON values."""
+    def facts(self) -> Facts:
+        """Return what is known so far."""
         summary = self.run.summary
+        so_far: Literal["corrupt", "clean so far"] = "corrupt" if self.damaged else "clean so far"
         return {
             "recording": self.name,
             "trace_id": self.trace_id,
-            "verdict": summary.verdict.value if self.over else "corrupt" if self.damaged else "clean so far",
+            "verdict": summary.verdict.value if self.over else so_far,
             "over": self.over,
             "forwards": summary.forwards,
             "tokens": summary.tokens,

@@ -32,6 +32,12 @@ SETTINGS = ReplaySettings()
 KV_FLIP = DATA / "kv_flip.arrow"
 
 
+@pytest.fixture(autouse=True)
+def _as_urgent_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs in this process, which has other tests to run."""
+    monkeypatch.setattr("os.nice", lambda _: 0)
+
+
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     """A whole trace of many small batches."""
@@ -122,11 +128,12 @@ def test_segments_are_followed_and_the_last_says_that_it_is(tmp_path: Path) -> N
     assert facts["forwards"] == sum(replay(path).forwards for path in segments)
 
 
-def test_damage_is_told_once_and_what_is_judged_stays_judged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ['{"torn": ', '{"x": {"verdict": "fine", "recording": "x"}}'])
+def test_damage_is_told_once_and_what_is_judged_stays_judged(tmp_path: Path, state: str) -> None:
     for name in ("kv_flip.arrow", "clean_llama.arrow"):
         (tmp_path / name).write_bytes((DATA / name).read_bytes())
     (tmp_path / "notes.arrow").write_bytes(b"PAR1 is no trace")
-    (tmp_path / STATE_FILE).write_text('{"torn": ')
+    (tmp_path / STATE_FILE).write_text(state)
     frozen, called = tmp_path / "freeze", tmp_path / "called"
     command = f'echo "$KVCANARY_VERDICT $KVCANARY_REPORT $KVCANARY_INCIDENT" >> {called}'
     options = [str(tmp_path), "--once", "--json", "--freeze", str(frozen), "--on-incident", command]
