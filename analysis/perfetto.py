@@ -2,7 +2,8 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,9 +34,12 @@ def export_perfetto(sources: Sequence[Source], output: Path) -> int:
         rows = {name: session.sql(sql_file("perfetto", name).sql).to_pylist() for name in _QUERIES}
         if not rows["forwards"]:
             raise AnalysisError("no forward there has a time: nothing to show on a time line")
-        for source in dict.fromkeys(row["trace"] for row in rows["forwards"]):
+        for number, source in enumerate(dict.fromkeys(row["trace"] for row in rows["forwards"]), 1):
             _one_trace(
-                tracks, source, {name: [row for row in found if row["trace"] == source] for name, found in rows.items()}
+                tracks,
+                number,
+                source,
+                {name: [row for row in found if row["trace"] == source] for name, found in rows.items()},
             )
         return tracks.num_packets
 
@@ -119,8 +123,8 @@ class _Tracks:
         self.num_packets += 1
 
 
-def _one_trace(tracks: _Tracks, name: str, rows: dict[str, list[_Row]]) -> None:
-    root = tracks.track(name, process=1 + tracks.num_packets)
+def _one_trace(tracks: _Tracks, number: int, name: str, rows: dict[str, list[_Row]]) -> None:
+    root = tracks.track(name, process=number)
     for runner, forwards in _by(rows["forwards"], "runner"):
         track = tracks.track("forwards" if runner == 0 else f"forwards of runner {runner}", root)
         tokens = tracks.track(
@@ -173,8 +177,7 @@ def _requests(tracks: _Tracks, root: int, requests: Sequence[_Row], hit: dict[in
 
 
 def _by(rows: Sequence[_Row], key: str) -> Iterator[tuple[Any, list[_Row]]]:
-    value: Callable[[_Row], Any] = lambda row: row[key]  # noqa: E731
-    for which, found in itertools.groupby(rows, value):
+    for which, found in itertools.groupby(rows, itemgetter(key)):
         yield which, list(found)
 
 

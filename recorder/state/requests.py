@@ -31,8 +31,6 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and self.event == other.event and np.array_equal(self.values, other.values)
 
-    __hash__ = None  # type: ignore[assignment]
-
     @cached_property
     def _whole(self) -> dict[int, int]:
         return {kind: value for kind, _, _, value in self.values.tolist() if kind != MEDIA}

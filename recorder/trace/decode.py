@@ -109,11 +109,11 @@ class BatchDecoder:
     batches are: to read what lies in the file as it is takes less than to hand it to a thread.
     """
 
-    def __init__(self, source: TraceBytes, schema: pa.Schema) -> None:
+    def __init__(self, source: TraceBytes, schema: pa.Schema, *, ahead: bool = True) -> None:
         self._source, self._names, self._forms = source, schema.names, column_forms(schema)
         self._pending: dict[int, tuple[Frame, Future[TraceBatch]]] = {}
         workers = min(_AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        threads = source.size() >= LARGE_BYTES and workers > 1
+        threads = ahead and source.size() >= LARGE_BYTES and workers > 1
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
         self._head = schema.serialize().to_pybytes()  # the message before a batch in a stream
 

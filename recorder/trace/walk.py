@@ -42,7 +42,8 @@ class Walk:
     _torn: bool = False
 
     def __post_init__(self) -> None:
-        self._decoder = BatchDecoder(self.source, self.schema)
+        # Who follows a file beside an engine keeps to one core.
+        self._decoder = BatchDecoder(self.source, self.schema, ahead=self.since_closed is None)
         self._closed = self.listed is not None
         self._scan = self.position  # behind the start of the last good batch, whose claimed end may be wrong
         self._expected = self.header.first_event

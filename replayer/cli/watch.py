@@ -148,7 +148,7 @@ def watch_command(
                         time.sleep(_IDLE_SECONDS)
         except TraceError as error:
             fail(str(error))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # how a watch is ended; what it knows is said below
             pass
         finally:
             reactions.stop()

@@ -211,7 +211,7 @@ def _run(
         failed = _told(error)
     try:
         engine.close()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  # as above
         failed = failed or _told(error)
     if not trace.exists():
         raise EngineError(
