@@ -77,13 +77,13 @@ class ShownBlocks:
 
     def compare(self, now: BlockUse) -> list[BlockChange]:
         """Return what has changed hands since the last call, in the order in which it may be recorded."""
-        joined, left = self._look(now.tables)
+        joined, left = self._compare_tables(now.tables)
         now_cached, now_free = set(now.cached), None if now.free is None else set(now.free)
-        touched = joined.keys() | left.keys() | (now_cached ^ self._cached) | self._astray
-        touched |= {block for block in self._cached & self._users.keys() if self._holders.get(block) is not _CACHED}
-        touched |= now_free & self._users.keys() if now_free is not None else set()
+        changed = joined.keys() | left.keys() | (now_cached ^ self._cached) | self._astray
+        changed |= {block for block in self._cached & self._users.keys() if self._holders.get(block) is not _CACHED}
+        changed |= now_free & self._users.keys() if now_free is not None else set()
         found: dict[tuple[int, SlotChange, AllocStatus, Hashable | None], list[int]] = {}
-        for block in sorted(touched):
+        for block in sorted(changed):
             is_free = None if now_free is None else block in now_free
             moves = self._moves(block, joined.get(block, []), left.get(block), block in now_cached, is_free)
             for move in moves:
@@ -92,7 +92,9 @@ class ShownBlocks:
         ordered = sorted(found.items(), key=lambda item: item[0][0])
         return [BlockChange(*move[1:], blocks) for move, blocks in ordered]
 
-    def _look(self, tables: Mapping[Hashable, Sequence[int]]) -> tuple[dict[int, list[Hashable]], dict[int, Hashable]]:
+    def _compare_tables(
+        self, tables: Mapping[Hashable, Sequence[int]]
+    ) -> tuple[dict[int, list[Hashable]], dict[int, Hashable]]:
         """Take over the tables; return for blocks who has begun to use them, and who has stopped."""
         joined: dict[int, list[Hashable]] = {}
         left: dict[int, Hashable] = {}

@@ -208,11 +208,11 @@ def _run(
             if isinstance(fault, str) and planted < 0 and steps >= FIRST_FAULT and getattr(engine, fault)():
                 planted, what = forwards or steps, fault
     except Exception as error:  # noqa: BLE001  # an engine may well fall over a fault; without one it is reported
-        failed = _told(error)
+        failed = _described(error)
     try:
         engine.close()
     except Exception as error:  # noqa: BLE001  # as above
-        failed = failed or _told(error)
+        failed = failed or _described(error)
     if not trace.exists():
         raise EngineError(
             f"the engine wrote no trace to the path that it was given; {failed or 'attach the adapter there'}"
@@ -265,10 +265,10 @@ def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        raise EngineError(f"{what} failed: {_told(error)}") from error
+        raise EngineError(f"{what} failed: {_described(error)}") from error
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

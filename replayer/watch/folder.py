@@ -34,7 +34,7 @@ class WatchedFolder:
         self._settings = settings
         self._on_news = on_news
         self._refused: set[Path] = set()
-        self._told: set[str] = set()
+        self._damage_reported: set[str] = set()
         self.judged: dict[str, Facts] = self._read_state()
         self.judged_before = set(self.judged)
         self.state_error = ""
@@ -98,8 +98,8 @@ class WatchedFolder:
         self._on_news("begun", one, one.facts())
 
     def _notice_damage(self, one: WatchedRecording) -> None:
-        if one.damaged and one.trace_id not in self._told:
-            self._told.add(one.trace_id)
+        if one.damaged and one.trace_id not in self._damage_reported:
+            self._damage_reported.add(one.trace_id)
             self._on_news("damage", one, one.facts())
 
     def _end(self, one: WatchedRecording) -> None:
