@@ -36,11 +36,10 @@ def export_command(sources: tuple[Path, ...], perfetto: Path, as_json: bool) -> 
     """
     from ..perfetto import export_perfetto
     from ..store.output import spare
-    from ..store.sources import find_sources
-    from .sql import traces_named
+    from ..store.sources import find_sources, named_in
 
     with errors_end():
-        found = find_sources([source for path in sources for source in traces_named(path)])
+        found = find_sources([source for path in sources for source in named_in(path)])
         spare([path for source in found for path in source.kept], perfetto)
         packets = export_perfetto(found, perfetto)
     size = perfetto.stat().st_size

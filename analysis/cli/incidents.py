@@ -25,6 +25,8 @@ Examples:
   kvcanary incidents trace.report --explain 1
       one incident with its mechanism, its look-alikes, and the queries that prove it
   kvcanary incidents trace.report --json | jq '.incidents[] | {kind, confidence, sentence}'
+  kvcanary incidents /traces/
+      of every report of a folder
   kvcanary incidents trace.report --trace /mnt/traces/trace.arrow
       where the trace is no longer where it was replayed
 
@@ -42,45 +44,56 @@ kinds.
 def incidents_command(report: Path, trace: Path | None, explain: int | None, as_json: bool) -> None:
     """Put violations and findings that share a cause together, and say what kind of mistake each looks like.
 
-    REPORT is the folder that kvcanary-replay wrote. The incidents are found anew and written into it, as
-    incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
+    REPORT is the folder that kvcanary-replay wrote, the trace that it is of, or a folder with several. The incidents are
+    found anew and written into it, as incidents.parquet and incident_members.parquet. Without the trace those that were found with it stay; where there
     are none, the kinds are less certain.
     """
+    from ..store.sources import reports_named
+
+    with errors_end():
+        reports = reports_named(report)
+        answers = [_answer(one, trace, explain) for one in reports]
+    if as_json:
+        shown = [answer for answer, _ in answers]
+        click.echo(json.dumps(shown if len(shown) > 1 else shown[0], indent=2, default=str))
+        return
+    for number, (one, (answer, begin)) in enumerate(zip(reports, answers, strict=True)):
+        if number:
+            click.echo()
+        rows, total = answer["incidents"], answer["num_incidents"]
+        _show(console_for(sys.stdout), one, rows, total, begin, explained=explain is not None)
+
+
+def _answer(report: Path, trace: Path | None, explain: int | None) -> tuple[dict[str, Any], int]:
+    """Return a report's incidents as JSON has them, and when its trace began."""
     from ..incidents.finding import find_incidents, read_incidents, trace_files, write_incidents
     from ..store.sources import find_sources, read_summary
 
-    with errors_end():
-        summary = read_summary(report)
-        [source] = find_sources([report], trace=trace)
-        traces, why = list(source.files), source.problem
-        if (
-            source.segments
-        ):  # all that lie there, also before those that the report speaks of: they show how it came to that
-            whole = source.segments[0].with_name(Path(summary["trace"]).name)
-            traces, why = trace_files(whole, str(summary.get("trace_id"))), ""
-        torn = _torn_since(summary, traces)
-        stored = None if traces and not torn else read_incidents(report)
-        if stored is None:
-            found = find_incidents(report, traces)
-            try:
-                write_incidents(report, found)
-            except AnalysisError as error:  # a report that may only be read is shown all the same
-                say_error(error, kind="note: ")
-        incidents = found.rows if stored is None else stored
-        if explain is not None and explain > len(incidents):
-            raise AnalysisError(f"--explain {explain}: the report has {len(incidents)} incident(s)")
-        rows = incidents if explain is None else [incidents[explain - 1]]
+    summary = read_summary(report)
+    [source] = find_sources([report], trace=trace)
+    traces, why = list(source.files), source.problem
+    if source.segments:  # all that lie there, also those before the report's: they show how it came to that
+        whole = source.segments[0].with_name(Path(summary["trace"]).name)
+        traces, why = trace_files(whole, str(summary.get("trace_id"))), ""
+    torn = _torn_since(summary, traces)
+    stored = None if traces and not torn else read_incidents(report)
+    if stored is None:
+        found = find_incidents(report, traces)
+        try:
+            write_incidents(report, found)
+        except AnalysisError as error:  # a report that may only be read is shown all the same
+            say_error(error, kind="note: ")
+    incidents = found.rows if stored is None else stored
+    if explain is not None and explain > len(incidents):
+        raise AnalysisError(f"--explain {explain}: the report has {len(incidents)} incident(s)")
+    rows = incidents if explain is None else [incidents[explain - 1]]
     if why or torn:
         then = "so the kinds are less certain" if stored is None else "so what was found before is shown"
         why = torn or f"{why}: the trace is not at hand"
         say(f"note: {why}, {then} (--trace says where it is now)", err=True)
-    if as_json:
-        answer = {"report": str(report), "num_incidents": len(incidents), "incidents": rows}
-        click.echo(json.dumps(answer, indent=2, default=str))
-        return
     begin = summary.get("first_time_ns")
-    begin = begin if isinstance(begin, int) else 0
-    _show(console_for(sys.stdout), report, rows, len(incidents), begin, explained=explain is not None)
+    answer = {"report": str(report), "num_incidents": len(incidents), "incidents": rows}
+    return answer, begin if isinstance(begin, int) else 0
 
 
 def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:

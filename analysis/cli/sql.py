@@ -95,10 +95,10 @@ def _run(
 ) -> None:
     from ..store.output import spare
     from ..store.session import open_sources
-    from ..store.sources import find_sources
+    from ..store.sources import find_sources, named_in
     from ..store.store import build_store
 
-    sources = find_sources([source for path in paths for source in traces_named(path)], trace=options["trace"])
+    sources = find_sources([source for path in paths for source in named_in(path)], trace=options["trace"])
     if output is not None:
         spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
     if options["save"]:
@@ -113,26 +113,6 @@ def _run(
             _prompt(session, form, options["rows"])
         elif text.strip():
             _show(session, text, form, options["rows"], output)
-
-
-def traces_named(path: Path) -> list[Path]:
-    """Return what a path stands for: itself, or of a folder of traces every recording's report or else its files."""
-    from ...recorder.errors import TraceError
-    from ...recorder.trace.recordings import group_recordings, traces_in
-
-    if not path.is_dir() or (path / "summary.json").exists():
-        return [path]
-    try:
-        recordings, _ = group_recordings(traces_in(path))
-    except TraceError:
-        raise AnalysisError(
-            f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file)"
-        ) from None
-    found: list[Path] = []
-    for recording in recordings:
-        report = Path(recording.name).with_suffix(".report")
-        found += [report] if (report / "summary.json").exists() else recording.paths
-    return found
 
 
 def _read_script(script: Path | None) -> str | None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from ...recorder.errors import TraceError
 from ...recorder.files import read_regular_file
 from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.reader import TraceReader
+from ...recorder.trace.recordings import group_recordings, traces_in
 from ...replayer.report.report import REPORT_FILES, SUMMARY_NAME
 from ..errors import AnalysisError
 
@@ -43,6 +45,37 @@ class Source:
     def files(self) -> tuple[Path, ...]:
         """The trace's files, in order; none if it is not at hand."""
         return self.segments or (() if self.trace is None else (self.trace,))
+
+
+def named_in(path: Path) -> list[Path]:
+    """Return what a path stands for: itself, or of a folder each recording's report, else its files, and the reports whose
+    traces lie elsewhere. Raise `AnalysisError` if a folder holds nothing of that kind.
+    """
+    if not path.is_dir() or any((path / name).exists() for name in REPORT_FILES):
+        return [path]
+    found: list[Path] = []
+    with contextlib.suppress(TraceError):  # a folder may hold reports alone
+        for recording in group_recordings(traces_in(path))[0]:
+            report = Path(recording.name).with_suffix(".report")
+            found += [report] if (report / SUMMARY_NAME).exists() else recording.paths
+    found += sorted({summary.parent for summary in path.glob(f"*/{SUMMARY_NAME}")} - {*found})
+    if not found:
+        raise AnalysisError(
+            f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file)"
+        )
+    return found
+
+
+def reports_named(path: Path) -> list[Path]:
+    """Return the reports that a path stands for: itself, the one beside a trace, or all of a folder; raise `AnalysisError`."""
+    named = named_in(path)
+    if named == [path] and (path.is_dir() or not os.path.lexists(path)):  # who reads it says what is wrong with it
+        return named
+    beside = [one if one.is_dir() else one.with_suffix(".report") for one in named]
+    reports = [one for one in dict.fromkeys(beside) if (one / SUMMARY_NAME).exists()]
+    if not reports:
+        raise AnalysisError(f"{path}: no report in or beside it; run kvcanary-replay {shlex.quote(str(path))}")
+    return reports
 
 
 def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[Source]:

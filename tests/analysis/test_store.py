@@ -1,5 +1,6 @@
 """report.duckdb: the same answers as the files give, for any DuckDB client, and never a stale one."""
 
+import json
 import os
 import shutil
 import stat
@@ -14,12 +15,15 @@ from kvcanary.analysis import build_store, open_report, open_traces
 from kvcanary.analysis.errors import AnalysisError, SqlError
 from kvcanary.analysis.store.library import BASE, DERIVED
 from kvcanary.analysis.store.session import open_sources
+from kvcanary.analysis.store.sources import named_in, reports_named
 from kvcanary.analysis.store.store import fresh_store
 from kvcanary.cli import main
 from kvcanary.recorder.writing.recovery import recover
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
+from ..support.commands import run
 from ..support.page_reports import source_of
+from ..support.places import DATA
 
 RELATIONS = [*BASE, *(name for folder, name in DERIVED if folder == "views")]
 MACRO_CALLS = [
@@ -326,3 +330,19 @@ def test_a_torn_trace_beside_its_report_is_what_is_told(report, tmp_path):
     folder = folder.rename(tmp_path / "other.report")
     trace.write_bytes(trace.read_bytes()[:100])
     assert "other.arrow: torn within its header" in source_of(folder).problem
+
+
+def test_a_folder_stands_for_its_reports_and_traces_alike(report, tmp_path):
+    folder, other = report("table_swap"), report("kv_flip")
+    elsewhere = tmp_path / "elsewhere.report"
+    shutil.copytree(other, elsewhere)
+    clean = tmp_path / "never_replayed.arrow"
+    shutil.copy(DATA / "clean_llama.arrow", clean)
+    assert named_in(tmp_path) == [other, clean, folder, elsewhere]
+    assert reports_named(tmp_path) == [other, folder, elsewhere]
+    assert reports_named(folder) == reports_named(folder.with_suffix(".arrow")) == [folder]
+    done = run("incidents", tmp_path, "--json")
+    assert [one["report"] for one in json.loads(done.stdout)] == [str(one) for one in (other, folder, elsewhere)]
+    assert json.loads(run("incidents", folder.with_suffix(".arrow"), "--json").stdout)["report"] == str(folder)
+    done = run("incidents", clean)
+    assert (done.returncode, "run kvcanary-replay" in done.stderr) == (2, True)
