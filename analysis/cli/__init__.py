@@ -14,8 +14,12 @@ from ..errors import AnalysisError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from ..store.sources import Source
 
 report_argument = click.argument("report", metavar="REPORT", type=GivenPath())
+reports_argument = click.argument("path", metavar="REPORT|TRACE|FOLDER", type=GivenPath())
 trace_option = click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
 
 
@@ -38,3 +42,15 @@ def errors_end(*others: type[Exception]) -> Iterator[None]:
     except ending as error:
         say_error(error)
         sys.exit(EXIT_FAILED)
+
+
+def sources_named(path: Path, trace: Path | None) -> list[Source]:
+    """Return the reports that a path stands for, and say which traces of a folder have none; raise `AnalysisError`."""
+    from ..store.sources import find_sources, reports_named
+
+    found = find_sources(reports_named(path), trace=trace)
+    known = {file for source in found for file in source.files}
+    left = sorted(file.name for file in path.glob("[!.]*.arrow") if file not in known) if len(found) > 1 else []
+    if left:
+        say_error(f"{path}: not replayed yet: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}", kind="note: ")
+    return found

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from ...recorder.cli.program import GivenPath
-from . import errors_end, report_argument, say, trace_option
+from ..errors import AnalysisError
+from . import errors_end, reports_argument, say, sources_named, trace_option
 
 _EPILOG = """\b
 Examples:
@@ -16,6 +17,8 @@ Examples:
       writes trace.report/report.html
   kvcanary page trace.report --open
       and shows it in the browser
+  kvcanary page /traces
+      of all reports in a folder
   kvcanary page trace.report -o /tmp/for-a-colleague.html
   kvcanary page trace.report --trace /mnt/traces/trace.arrow
       where the trace is no longer where it was replayed
@@ -26,28 +29,31 @@ Exit codes: 0 written, 2 wrong usage, an unreadable report, or the plot library 
 
 
 @click.command("page", epilog=_EPILOG)
-@report_argument
+@reports_argument
 @click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Where to. [default: report.html in the report]")
 @click.option("--open", "show", is_flag=True, help="Open it in the browser.")
 @trace_option
 @click.option("--json", "as_json", is_flag=True, help="Print path and size as JSON.")
-def page_command(report: Path, output: Path | None, show: bool, trace: Path | None, as_json: bool) -> None:
+def page_command(path: Path, output: Path | None, show: bool, trace: Path | None, as_json: bool) -> None:
     """Make a page of a report: one file that works offline and asks no network for anything.
 
     Verdict and incidents, a timeline, a map of the damaged slots, the lives of requests, chains, and behind every
     number the SQL that made it. Below 5 MB however large the trace. It may hold tokens: only you can read the file.
+    Of a FOLDER every report gets its page.
     """
     from ..page.build import build_page
-    from ..store.sources import find_sources, read_summary
 
     with errors_end():
-        read_summary(report)
-        [source] = find_sources([report], trace=trace)
-        path = build_page(source, output)
-    size = path.stat().st_size
+        sources = sources_named(path, trace)
+        if output is not None and len(sources) > 1:
+            raise AnalysisError(f"-o names one file, and {path} holds {len(sources)} reports; name one of them")
+        made = []
+        for source in sources:
+            page = build_page(source, output)
+            made.append({"page": str(page), "bytes": page.stat().st_size})
+            if not as_json:
+                say(f"wrote   {page}   {made[-1]['bytes'] / 1e6:.1f} MB")
+            if show:
+                click.launch(page.absolute().as_uri())
     if as_json:
-        click.echo(json.dumps({"page": str(path), "bytes": size}))
-    else:
-        say(f"wrote   {path}   {size / 1e6:.1f} MB")
-    if show:
-        click.launch(path.absolute().as_uri())
+        click.echo(json.dumps(made if path.is_dir() and str(sources[0].report) != str(path) else made[0]))

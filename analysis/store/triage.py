@@ -34,6 +34,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One incident's first damage, as a row of `first_damage`, and the answers about it and over all of the incident."""
+
+    first: dict[str, Any] | None
+    answers: list[Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
     """What triage says of one report: `first` is a row of `first_damage`, `incidents` are the first of `num_incidents`."""
 
@@ -65,12 +73,44 @@ def triage(session: SqlSession) -> Triage:
     return Triage(**counts, incidents=incidents, first=first, answers=answers, lost=lost)
 
 
-def answer(session: SqlSession, name: str, first: Mapping[str, Any] | None) -> Answer:
-    """Answer one question; `first` as in `Triage`."""
+def triage_incident(session: SqlSession, incident: int) -> Asked:
+    """Answer every question about one incident of the only report."""
+    earliest = (
+        "select * exclude (last_forward, num_forwards) from damage where slot >= 0 "
+        "order by event, source desc, pool_group, request_id, position, slot, what, number limit 1"
+    )
+    first = next(iter(session.sql(_within(earliest, incident)).to_pylist()), None)
+    return Asked(first=first, answers=[answer(session, name, first, incident) for name in ANSWERS])
+
+
+# By the relation that a query over all asks: which of its rows are an incident's.
+_OF_INCIDENT: Mapping[str, str] = {
+    **dict.fromkeys(("damage", "damage_forwards"), "(source, number) in (select (source::varchar, number) {members})"),
+    "findings": "number in (select number {members} and source = 'finding')",
+}
+
+
+def _within(sql: str, incident: int) -> str:
+    """Return a query that sees the damage of one incident alone."""
+    members = f"from incident_members where incident = {incident}"
+    parts = [
+        f"{name} as (select * from main.{name} where {condition.format(members=members)})"
+        for name, condition in _OF_INCIDENT.items()
+        if re.search(rf"\b(?:from|join) {name}\b", sql)
+    ]
+    if not parts:
+        return sql
+    begin = "with " + ",\n".join(parts)
+    return f"{begin},\n{sql.removeprefix('with ')}" if sql.startswith("with ") else f"{begin}\n{sql}"
+
+
+def answer(session: SqlSession, name: str, first: Mapping[str, Any] | None, incident: int | None = None) -> Answer:
+    """Answer one question; `first` as in `Triage`. Over all is over the whole report, or over one incident."""
     text = sql_sections("triage", name)  # the question in its first comment; of the first damage, and over all
     first_sql = "" if first is None else fill(text["first"], first)
+    overall_sql = text["overall"] if incident is None else _within(text["overall"], incident)
     at_first = session.sql(first_sql) if first_sql else pa.table({})
-    over_all = session.sql(text["overall"])
+    over_all = session.sql(overall_sql)
     first_rows, rows = at_first.to_pylist(), over_all.to_pylist()
     return Answer(
         name=name,
@@ -81,7 +121,7 @@ def answer(session: SqlSession, name: str, first: Mapping[str, Any] | None) -> A
         first_columns=at_first.column_names,
         overall_columns=over_all.column_names,
         first_sql=first_sql,
-        overall_sql=text["overall"],
+        overall_sql=overall_sql,
     )
 
 

@@ -99,7 +99,7 @@ def watch_command(
 
     Each recording is replayed as it grows, in this one process, at low priority; it takes one core at most and the memory
     of a replay for each recording under way. Recordings that are over are judged to their end, once: the next watch
-    passes over what .kvcanary-watch.json in FOLDER lists, and replays the others from what is left of them.
+    passes over what .kvcanary-watch.json in FOLDER lists, and goes on with the others at the segment where it was.
     """
     from ...kernels.dispatch import prepare
     from ...kernels.replay_pass.state import STATE_LOOPS

@@ -123,7 +123,7 @@ class ResultCollector:
             if wanted.any():
                 self._launches.append(launch.take(wanted))
         if self._pending_rows >= PENDING_ROWS:
-            self._pass_on()
+            self.pass_on()
 
     def findings(self, findings: list[Finding]) -> None:
         """Take findings, if there are any that may be judged."""
@@ -140,10 +140,11 @@ class ResultCollector:
 
     def flush(self, figures: SwaDivergence) -> None:
         """Pass on all that is pending."""
-        self._pass_on()
+        self.pass_on()
         self.divergence(figures, at_least=1)
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
+        """Pass on and count the violations that are pending."""
         launches, left_out = self._launches, self._left_out
         if launches:
             table = violation_table(launches, self._request_table)  # Ctrl-C in here loses none: they are pending still

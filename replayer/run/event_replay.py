@@ -147,6 +147,11 @@ class EventReplay:
         pending = executor.checks is not None and executor.checks.pending()
         return self.continues and not executor.unknown_entries and not missing and not silent and not pending
 
+    def count(self) -> None:
+        """Bring the summary's counts by kind and of requests up to date, in the middle of a replay."""
+        self._results.pass_on()
+        self._summary.requests = len(self.request_ids)
+
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self.executor

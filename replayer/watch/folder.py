@@ -21,7 +21,8 @@ class WatchedFolder:
     """All recordings of a folder; `on_news(what, recording, facts)` is told what happens to them.
 
     `what` is "begun", "damage" (the first of a recording), "over", or "unreadable" with an `error` in the facts. Recordings that
-    were judged to their end are kept in `STATE_FILE` in the folder, and passed over the next time.
+    were judged to their end are kept in `STATE_FILE` in the folder, and passed over the next time; so is how far one under way
+    was judged, where the next watch goes on.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class WatchedFolder:
         self._on_news = on_news
         self._refused: set[Path] = set()
         self._damage_reported: set[str] = set()
-        self.judged: dict[str, Facts] = self._read_state()
-        self.judged_before = set(self.judged)
+        state = self._read_state()
+        self.judged: dict[str, Facts] = {name: facts for name, facts in state.items() if facts["over"]}
+        self._resumed = {name: facts for name, facts in state.items() if not facts["over"]}
+        self._written: dict[str, Facts] = {}
         self.state_error = ""
         self.under_way: list[WatchedRecording] = []
 
@@ -74,6 +77,8 @@ class WatchedFolder:
             if one.over:
                 self._end(one)
                 moved = True
+            elif one.resume is not self._written.get(one.trace_id):
+                self._write_state()
         return moved
 
     def facts(self) -> Iterator[Facts]:
@@ -83,23 +88,27 @@ class WatchedFolder:
             yield one.facts()
 
     def close(self) -> None:
-        """Let go of what is under way; the next watch replays it from its beginning."""
+        """Let go of what is under way; the next watch replays it from the beginning of its last segment."""
         while self.under_way:
             self.under_way.pop().close()
 
     def _begin(self, recording: Recording) -> None:
         try:
-            one = WatchedRecording(recording.paths, self._settings)
+            resumed = self._resumed.get(recording.header.trace_id) if recording.header is not None else None
+            one = WatchedRecording(recording.paths, self._settings, resumed)
         except TraceError as error:
             self._refused.update(recording.paths)
             self._on_news("unreadable", None, {"recording": Path(recording.name).name, "error": printable(str(error))})
             return
         self.under_way.append(one)
+        if resumed is not None and resumed["verdict"] == "corrupt":
+            self._damage_reported.add(one.trace_id)  # by the earlier watch
         self._on_news("begun", one, one.facts())
 
     def _notice_damage(self, one: WatchedRecording) -> None:
         if one.damaged and one.trace_id not in self._damage_reported:
             self._damage_reported.add(one.trace_id)
+            one.resume = {**one.resume, "verdict": "corrupt"}
             self._on_news("damage", one, one.facts())
 
     def _end(self, one: WatchedRecording) -> None:
@@ -119,7 +128,8 @@ class WatchedFolder:
             return {}
 
     def _write_state(self) -> None:
+        self._written = {one.trace_id: one.resume for one in self.under_way}
         try:
-            replace_file(self._folder / STATE_FILE, msgspec.json.encode(self.judged))
+            replace_file(self._folder / STATE_FILE, msgspec.json.encode(self._resumed | self._written | self.judged))
         except OSError as error:
             self.state_error = f"{self._folder / STATE_FILE} cannot be written ({error.strerror}): what was judged is judged again next time"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recorder.files import replace_file
+from ...recorder.trace.files import split_segment_name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +43,10 @@ class Reactions:
                 )
 
     def report(self, name: str, paths: Sequence[Path], *, calls: bool) -> None:
-        """Have a report made of what is there once its turn has come; with `calls` the command is called with it."""
+        """Have a report made of what is there once its turn has come; with `calls` the command is called with it.
+
+        A report of damage stays if segments that it is made of are gone by then: a flight recorder deletes them.
+        """
         if not any(name == waiting for waiting, *_ in self._wanted):
             self._wanted.append((name, paths, paths[0].parent / f"{name.removesuffix('.arrow')}.report", calls))
 
@@ -61,6 +65,8 @@ class Reactions:
         while self._running is None and self._wanted:
             wanted = self._wanted.popleft()
             name, paths, target, calls = wanted
+            if not calls and _of_what_is_gone(target, paths[0]):
+                continue
             if not self.reports:
                 self._call(name, paths[0], None, "", calls=calls)
                 continue
@@ -82,11 +88,9 @@ class Reactions:
             self._running = None
 
     def _reported(self, name: str, paths: Sequence[Path], target: Path, *, calls: bool) -> None:
-        try:
-            summary = json.loads((target / "summary.json").read_text())
-        except (OSError, ValueError):
+        summary = _summary(target)
+        if not summary:
             self.say(f"{name}: no report could be made; try kvcanary-replay {paths[0]}")
-            summary = {}
         incidents = summary.get("incidents") or []
         first = incidents[0] if incidents else {}
         headline = f"{first['title']} ({first['kind']}, {first['confidence']}): {first['sentence']}" if first else ""
@@ -116,6 +120,21 @@ class Reactions:
             self.say(f"{name}: the command cannot be run ({error.strerror})")
             return
         self._commands.append(command)
+
+
+def _summary(report: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((report / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of_what_is_gone(report: Path, first: Path) -> bool:
+    """Whether a report of damage begins before the first segment that is left."""
+    summary, split = _summary(report), split_segment_name(first)
+    begun = (summary.get("segments") or [0])[0]
+    return summary.get("verdict") == "corrupt" and split is not None and begun < split[1]
 
 
 class Metrics:

@@ -2,9 +2,10 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal, NotRequired, TypedDict, cast
 
 from ...recorder.errors import TraceError
 from ...recorder.trace.files import is_being_written, recording_path, segments_of, split_segment_name
@@ -18,7 +19,7 @@ _SETTLED_SECONDS: Final = 2.0
 
 
 class Facts(TypedDict):
-    """What is known of a recording so far."""
+    """What is known of a recording so far; `segment`: up to that one, for a watch that goes on from there."""
 
     recording: str
     trace_id: str
@@ -37,20 +38,40 @@ class Facts(TypedDict):
     gaps: int
     doubts: list[str]
     seconds_behind: float
+    segment: NotRequired[int]
+
+
+_SUMS: Final = (
+    "forwards",
+    "tokens",
+    "requests",
+    "violations",
+    "findings",
+    "requests_hit",
+    "events_lost",
+    "losses",
+    "gaps",
+)
+_SUMS_BY_KIND: Final = ("violations_by_reason", "findings_by_kind")
 
 
 class WatchedRecording:
     """A replay that keeps up with a recording, segment by segment; use `close` in the end.
 
+    `before` is what an earlier watch had found when it came to `before["segment"]`; `resume` is the same for the next watch.
     `over` says that all was replayed and nothing more will come. Raises `TraceError` as `ReplayRun` does.
     """
 
-    def __init__(self, paths: Sequence[Path], settings: ReplaySettings) -> None:
-        self._last = paths[-1]
-        self.run = ReplayRun(paths, settings=settings, report=None, following=True)
+    def __init__(self, paths: Sequence[Path], settings: ReplaySettings, before: Facts | None = None) -> None:
+        reached = before.get("segment", 0) if before else 0
+        paths = [path for path in paths if _number(path) >= reached] or paths
+        self._last = paths[0]
+        self._before, self._deleted = before, max(0, _number(paths[0]) - reached) if before else 0
+        self.run = ReplayRun(paths[:1], settings=settings, report=None, following=True)
         self.name = recording_path(paths[0]).name
         self.over = False
         self._ended_at: float | None = None
+        self.resume = self.facts()
 
     @property
     def paths(self) -> list[Path]:
@@ -67,7 +88,8 @@ class WatchedRecording:
     @property
     def damaged(self) -> bool:
         """Whether a violation or a finding was met so far."""
-        return bool(self.run.summary.violations or self.run.summary.findings)
+        before = self._before is not None and self._before["verdict"] == "corrupt"
+        return before or bool(self.run.summary.violations or self.run.summary.findings)
 
     @property
     def seconds_behind(self) -> float:
@@ -94,12 +116,12 @@ class WatchedRecording:
 
     def facts(self) -> Facts:
         """Return what is known so far."""
+        self.run.events.count()
         summary = self.run.summary
-        so_far: Literal["corrupt", "clean so far"] = "corrupt" if self.damaged else "clean so far"
-        return {
+        facts: Facts = {
             "recording": self.name,
             "trace_id": self.trace_id,
-            "verdict": summary.verdict.value if self.over else so_far,
+            "verdict": "corrupt" if self.damaged else "clean so far",
             "over": self.over,
             "forwards": summary.forwards,
             "tokens": summary.tokens,
@@ -114,28 +136,45 @@ class WatchedRecording:
             "gaps": summary.num_gaps,
             "doubts": summary.doubts if self.over else [],
             "seconds_behind": round(self.seconds_behind, 3),
+            "segment": _number(self._last),
         }
+        if self._before is not None:
+            facts = self._with_before(facts, self._before)
+        if self.over and not self.damaged:
+            facts["verdict"] = "inconclusive" if facts["doubts"] else "clean"
+        return facts
+
+    def _with_before(self, facts: Facts, before: Facts) -> Facts:
+        """Add what an earlier watch had found, and say what neither of the two has seen."""
+        sums = {name: facts[name] + before[name] for name in _SUMS}
+        by_kind = {name: dict(Counter(facts[name]) + Counter(before[name])) for name in _SUMS_BY_KIND}
+        doubts = list(facts["doubts"])
+        if self.over and self._deleted:
+            doubts.append(f"{self._deleted} segment(s) were deleted while nobody watched")
+        if self.over and (before["gaps"] or before["losses"]):
+            doubts.append(f"{before['gaps']} gap(s) and {before['losses']} loss(es) in what an earlier watch judged")
+        return cast("Facts", {**facts, **sums, **by_kind, "doubts": doubts})
 
     def _go_on(self) -> bool:
         """Take the segments that follow, if they are there with their headers; without any the recording is over."""
-        split = split_segment_name(self._last)
-        if split is None or self.run.summary.stopped:
+        if split_segment_name(self._last) is None or self.run.summary.stopped:
             self.over = True
             return False
-        following = []
-        for path in self.paths:
-            if (split_segment_name(path) or ("", 0))[1] > split[1]:
-                if not (is_readable(path) or is_settled(path)):
-                    break
-                following.append(path)
-        if following:
-            self._ended_at, self._last = None, following[-1]
-            self.run.go_on(following)
+        following = next((path for path in self.paths if _number(path) > _number(self._last)), None)
+        if following is not None and (is_readable(following) or is_settled(following)):
+            self._ended_at, self._last = None, following
+            self.resume = self.facts()
+            self.run.go_on([following])
             return True
         now = time.monotonic()
         self._ended_at = self._ended_at or now
         self.over = not self.run.events.continues or now - self._ended_at > _NEXT_SEGMENT_SECONDS
         return False
+
+
+def _number(path: Path) -> int:
+    """Return a segment's number, 0 of a recording that is one file."""
+    return (split_segment_name(path) or ("", 0))[1]
 
 
 def is_readable(path: Path) -> bool:

@@ -1,6 +1,8 @@
 """`kvcanary triage`: every question of the list answered, and right about faults whose cause is known."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ from kvcanary.analysis.store.library import sql_sections
 from kvcanary.analysis.store.triage import ANSWERS, fill, lost_line, triage
 
 from ..support.commands import run
+from ..support.places import DATA
 
 QUESTIONS = [
     "held this slot before",
@@ -190,13 +193,49 @@ def test_a_name_as_long_as_a_page_is_cut(report):
 
 
 @pytest.mark.parametrize("what", ["trace", "nothing", "empty folder"])
-def test_what_is_no_report(report, tmp_path, what):
-    report("clean_llama")
-    path = {"trace": tmp_path / "clean_llama.arrow", "nothing": tmp_path / "none", "empty folder": tmp_path}[what]
+def test_what_has_no_report(report, tmp_path, what):
+    folder = report("clean_llama").parent
+    (tmp_path / "empty").mkdir()
+    alone = shutil.copy(folder / "clean_llama.arrow", tmp_path / "alone.arrow")
+    path = {"trace": alone, "nothing": tmp_path / "none", "empty folder": tmp_path / "empty"}[what]
     done = run("triage", path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "report" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["triage", "page"])
+def test_a_folder_stands_for_its_reports_and_a_trace_for_the_one_beside_it(report, tmp_path, command):
+    folders = [report("kv_flip"), report("table_swap")]
+    shutil.copy(DATA / "clean_llama.arrow", tmp_path / "new.arrow")
+    done = run(command, tmp_path, "--json")
+    assert "not replayed yet: new.arrow" in done.stderr
+    found = json.loads(done.stdout)
+    named = [one.get("report") or str(Path(one["page"]).parent) for one in found]
+    assert named == sorted(map(str, folders))
+    one = json.loads(run(command, tmp_path / "kv_flip.arrow", "--json").stdout)
+    assert one == found[0]
+
+
+def test_each_incident_has_its_own_answers(tmp_path):
+    trace = shutil.copy(DATA / "corpus" / "sglang-append_with_wrong_stride.arrow", tmp_path / "two.arrow")
+    run("replay", "--quiet", trace)
+    folder = tmp_path / "two.report"
+    found = json.loads(run("triage", folder, "--json").stdout)
+    incidents = found["incidents"]
+    assert len(incidents) > 1
+    firsts = [(one["first_damage"]["forward"], one["first_damage"]["slot"]) for one in incidents]
+    assert len(set(firsts)) > 1
+    for one in incidents:
+        assert one["first_damage"]["forward"] == one["first_forward"]
+        assert [question["question"] for question in one["questions"]] == [q["question"] for q in found["questions"]]
+    shares = [sum(row["found"] for row in one["questions"][0]["overall"]) for one in incidents]
+    assert sum(shares) == sum(row["found"] for row in found["questions"][0]["overall"])
+    text = run("triage", folder).stdout
+    assert all(f"\n#{one['incident']}" in text for one in incidents)
+    second = run("triage", folder, "--incident", 2).stdout
+    assert f"first   forward {firsts[1][0]}" in second
+    assert run("triage", folder, "--incident", 99).returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from kvcanary.replayer.cli.watch import watch_command
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 from kvcanary.replayer.watch.folder import STATE_FILE, WatchedFolder
-from kvcanary.replayer.watch.reactions import Metrics
+from kvcanary.replayer.watch.reactions import Metrics, Reactions
 from kvcanary.replayer.watch.recording import WatchedRecording
 
 from ..support.engines.toy_engine import SHAPES, ToyEngine
 from ..support.places import DATA
-from ..support.raw_traces import write_in_batches
+from ..support.raw_traces import cut, write_in_batches
 
 SETTINGS = ReplaySettings()
 KV_FLIP = DATA / "kv_flip.arrow"
@@ -192,6 +192,69 @@ def test_ctrl_c_ends_a_watch_with_what_it_knows(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert json.loads(process.stdout.read().splitlines()[-1])["what"] == "end"
     assert process.returncode == 1
+
+
+def _segments(folder: Path, trace: Path) -> list[Path]:
+    return cut(trace, folder / "live.arrow", seed=1, least=8, most=12)
+
+
+def test_a_watch_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    segments = _segments(tmp_path, KV_FLIP)
+    news: list[tuple[str, dict[str, Any]]] = []
+
+    def watched() -> WatchedFolder:
+        return WatchedFolder(tmp_path, SETTINGS, lambda what, _, facts: news.append((what, dict(facts))))
+
+    first = watched()
+    first.look()
+    (one,) = first.under_way
+    while not one.damaged:
+        one.step()
+    assert one.facts()["violations_by_reason"]  # known before the end, for who is to be alarmed
+    assert one.facts()["requests_hit"] == 1
+    first.step()  # notices, and writes down how far it is; then it is killed
+    again = watched()
+    reached = json.loads((tmp_path / STATE_FILE).read_bytes())[one.trace_id]
+    assert (reached["verdict"], reached["over"]) == ("corrupt", False)
+    for path in segments[: reached["segment"]]:
+        path.unlink()  # a flight recorder deletes what was judged
+    with closing(first), closing(again):
+        while not again.judged:
+            again.look()
+            again.step()
+    assert [what for what, _ in news].count("damage") == 1
+    whole = replay(KV_FLIP)
+    facts = news[-1][1]
+    assert (facts["verdict"], facts["forwards"], facts["violations"]) == ("corrupt", whole.forwards, whole.violations)
+
+
+def test_segments_that_nobody_saw_leave_no_clean_verdict(tmp_path: Path) -> None:
+    segments = _segments(tmp_path, DATA / "clean_llama.arrow")
+    first = WatchedFolder(tmp_path, SETTINGS, lambda *_: None)
+    first.look()
+    first.under_way[0].step()
+    first.step()
+    reached = next(iter(json.loads((tmp_path / STATE_FILE).read_bytes()).values()))["segment"]
+    for path in segments[: reached + 1]:
+        path.unlink()
+    done = CliRunner().invoke(watch_command, [str(tmp_path), "--once", "--json"])
+    (facts,) = json.loads(done.stdout.splitlines()[-1])["recordings"]
+    assert (done.exit_code, facts["verdict"]) == (125, "inconclusive")
+    assert "1 segment(s) were deleted while nobody watched" in facts["doubts"]
+
+
+def test_a_report_of_damage_outlives_the_segments_that_it_is_made_of(tmp_path: Path) -> None:
+    segments = _segments(tmp_path, KV_FLIP)
+    told: list[dict[str, Any]] = []
+    made = Reactions(freeze_file=None, command=None, reports=True, say=told.append, on_incident=told.append)
+    for calls in (True, False):
+        made.report("live.arrow", segments, calls=calls)
+        while made.busy:
+            time.sleep(0.05)
+        segments[0].unlink(missing_ok=True)
+        segments = segments[-1:]
+    assert [one["verdict"] for one in told] == ["corrupt"]
+    assert json.loads((tmp_path / "live.report" / "summary.json").read_bytes())["verdict"] == "corrupt"
 
 
 @pytest.mark.parametrize("wrong", ["a:b", "70000", "", "host:"])
