@@ -50,9 +50,10 @@ def page_command(path: Path, output: Path | None, show: bool, trace: Path | None
         made = []
         for source in sources:
             page = build_page(source, output)
-            made.append({"page": str(page), "bytes": page.stat().st_size})
+            size = page.stat().st_size
+            made.append({"page": str(page), "bytes": size})
             if not as_json:
-                say(f"wrote   {page}   {made[-1]['bytes'] / 1e6:.1f} MB")
+                say(f"wrote   {page}   {size / 1e6:.1f} MB")
             if show:
                 click.launch(page.absolute().as_uri())
     if as_json:

@@ -126,10 +126,10 @@ def _lines(source: Source, found: Triage, asked: dict[int, Asked], show_sql: boo
         tables = f"kvcanary triage {shlex.quote(str(source.report))} --incident {found.incidents[0]['incident']}"
         lines.append(printable(f"        one of them, with the rows behind each answer: {tables}"))
     else:
-        [one] = asked.values() or [found]
+        shown = next(iter(asked.values()), found)
         rows = [row for row in found.incidents if row["incident"] in asked]
-        lines += [*_first_line(one.first), *map(_incident_line, rows), *_more_lines(source, found)]
-        lines += _answer_lines(one.answers, show_sql, rows=True)
+        lines += [*_first_line(shown.first), *map(_incident_line, rows), *_more_lines(source, found)]
+        lines += _answer_lines(shown.answers, show_sql, rows=True)
     if not found.answers:
         lines.append("nothing was found, so there is nothing to ask")
     lines.append("")
