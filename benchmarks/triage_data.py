@@ -100,12 +100,13 @@ def write_forwards(writer: Any, random: Any, num_tokens: int, num_slots: int) ->
 def write_report(folder: Path, random: Any, count: int, num_forwards: int, num_slots: int) -> None:
     """Write violations that begin half way: a few dozen requests, some thousand slots, again and again."""
     from kvcanary.recorder.trace.reader import TraceReader
-    from kvcanary.replayer.report.report import ReportSinks
-    from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
+    from kvcanary.replayer.report.findings import FINDING_SCHEMA
+    from kvcanary.replayer.report.violations import VIOLATION_SCHEMA, TableSink
 
     report = folder / "trace.report"
     report.mkdir(exist_ok=True)
-    with closing(ReportSinks(report, sliding=False)) as sinks:
+    TableSink(report / "findings.parquet", FINDING_SCHEMA).close()
+    with closing(TableSink(report / "violations.parquet", VIOLATION_SCHEMA)) as sink:
         for start in range(0, count, 1 << 16):
             n = min(1 << 16, count - start)
             forwards = num_forwards // 2 + (np.arange(start, start + n) * (num_forwards // 2) // count)
@@ -144,7 +145,7 @@ def write_report(folder: Path, random: Any, count: int, num_forwards: int, num_s
                 else pa.array(columns[field.name]).cast(field.type)
                 for field in VIOLATION_SCHEMA
             ]
-            sinks.violations.append(pa.table(arrays, schema=VIOLATION_SCHEMA))
+            sink.append(pa.table(arrays, schema=VIOLATION_SCHEMA))
     with TraceReader(folder / "trace.arrow") as reader:
         trace_id = reader.header.trace_id
     summary = {"trace": str((folder / "trace.arrow").absolute()), "trace_id": trace_id}

@@ -5,7 +5,6 @@ to fit before each launch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KvHashMode
@@ -14,56 +13,50 @@ from ...recorder.state.events import KnownEvent, TransferEvent
 from ...recorder.state.forward import Forward
 from ...recorder.state.history import ReplayState, RunnerActivity
 from ...recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
-from ...recorder.state.requests import RequestTable
 from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.state.writes import KvChanges, Launcher
-from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
-from ..checks.check import CheckSet
+from ..checks import make_checks
 from ..checks.history import ForwardView, GroupReads
-from ..report.report import ResultCollector
+from ..report.report import Results
 from ..report.violations import launch_violations
 from ..run.divergence import SwaDivergence
 from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_sweep, explain_writes
 from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown, read_sweep
+from ..run.settings import ReplaySettings
 from ..run.transfers import Transfers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorInput:
-    """What every executor is made of; `checks` is None if there are no history checks."""
-
-    header: TraceHeader
-    kv_hash_mode: KvHashMode
-    backend: str
-    request_table: RequestTable
-    results: ResultCollector
-    checks: CheckSet | None
 
 
 class StepwiseExecutor(EventApplier[GroupStep]):
     """Steps forwards and sweeps through plan, verify and write on rebuilt pools, in the order of `EventApplier`.
 
-    `launcher` holds the canary's own health counters; `verified` and `written` count the entries of those launches,
-    `unknown_entries` those left out because lost events may have rewritten their slot, `entries_read` all entries of prefixes and
-    sweeps, once for a pool group; `checks` are the history checks and `history` what they share, None without any; `num_on_host`
-    counts the forwards that a replay on a GPU left to the CPU, None if there is no GPU; `name` is what a summary calls the
-    executor. `transfers` judges transfers between engines; whoever replays sets it.
+    `launcher` holds the canary's own health counters. The summary of `results` counts as `verified` and `written` the entries of
+    those launches, as `unknown_entries` those left out because lost events may have rewritten their slot, as `entries_read` all
+    entries of prefixes and sweeps, once for a pool group. `checks` are the history checks and `history` what they share, None
+    without any; `num_on_host` counts the forwards that a replay on a GPU left to the CPU, None if there is no GPU; `name` is what
+    a summary calls the executor. `transfers` judges transfers between engines; whoever replays sets it.
     """
 
     name = "stepwise"
 
     def __init__(
-        self, given: ExecutorInput, *, listener: StateListener | None = None, divergence: SwaDivergence | None = None
+        self,
+        results: Results,
+        settings: ReplaySettings,
+        kv_hash_mode: KvHashMode,
+        *,
+        listener: StateListener | None = None,
+        divergence: SwaDivergence | None = None,
     ) -> None:
-        header, backend = given.header, given.backend
-        self.checks = given.checks
-        self.history = None if given.checks is None else given.checks.history
+        header, backend, names = results.summary.header, settings.backend, results.request_table
+        self.results = results
+        self.checks = make_checks(settings.checks, header=header, request_table=names, backend=backend)
+        self.history = None if self.checks is None else self.checks.history
         state = ReplayState(
             header=header,
             tables=StateTables(header, backend=backend, listener=listener),
-            pools=[GroupPool(g, index=i, kv_hash_mode=given.kv_hash_mode) for i, g in enumerate(header.groups)],
-            request_table=given.request_table,
+            pools=[GroupPool(g, index=i, kv_hash_mode=kv_hash_mode) for i, g in enumerate(header.groups)],
+            request_table=names,
             activity=RunnerActivity(len(header.runners)),
             history=self.history,
         )
@@ -71,13 +64,8 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         self.launcher = Launcher(backend=backend)
         self.divergence = SwaDivergence(header, backend=backend) if divergence is None else divergence
         self.transfers: Transfers | None = None
-        self.verified = 0
-        self.written = 0
-        self.unknown_entries = 0
-        self.entries_read = 0
         self.num_on_host: int | None = None
-        self._request_table = given.request_table
-        self._results = given.results
+        self._request_table = names
         self._planner: Planner = Planner(header, self.tables, backend=backend)
         self._expected: Int64Array | None = None
 
@@ -87,10 +75,10 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         return self._planner.plan(pool, forward, changes)
 
     def _judge(self, forward: Forward, view: EventView, steps: list[GroupStep]) -> None:
-        self.unknown_entries += sum(step.unknown_entries for step in steps)
-        self.entries_read += sum(step.reads for step in steps)
+        self.results.summary.unknown_entries += sum(step.unknown_entries for step in steps)
+        self.results.summary.entries_read += sum(step.reads for step in steps)
         if self.checks is not None:
-            self._results.findings(self.checks.forward(self._view(forward, view, steps)))
+            self.results.findings(self.checks.forward(self._view(forward, view, steps)))
         self._expected = expected_tokens(forward, self.header, self._request_table, backend=self._backend)
 
     def _view(self, forward: Forward, event: EventView, steps: list[GroupStep]) -> ForwardView:
@@ -112,11 +100,11 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         log = self.launcher.verify(endpoint, half, pool, plan, check_tokens=forward.truth_lens is not None)
         # What need not be verified again counts all the same.
         self.launcher.slot_counters[launch_tag(endpoint, half, pool.group.kind)] += step.reads - int(plan.num_valid[0])
-        self.verified += step.reads - step.unknown_entries
+        self.results.summary.verified += step.reads - step.unknown_entries
         if log.write_index[0]:
             if step.due is not None:
                 step.due.marks[log.entries[: log.num_rows]] = 1
-            self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
+            self.results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
         step.out_of_range |= bool(log.out_of_range[0])
 
     def _write(self, endpoint: Endpoint, half: str, step: GroupStep, forward: Forward) -> None:
@@ -126,9 +114,9 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         log = self.launcher.write(
             endpoint, half, pool, plan, forward, slots=step.slots, expected_tokens=self._expected, asserts_steps=True
         )
-        self.written += int(counter[0]) - before
+        self.results.summary.written += int(counter[0]) - before
         if log.write_index[0]:
-            self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
+            self.results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
         step.out_of_range |= bool(log.out_of_range[0])
 
     def _finish(self, step: GroupStep, forward: Forward) -> None:
@@ -138,7 +126,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
             findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._request_table)
             findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._request_table)
             findings += explain_requests(forward, step.pool, shape, self._request_table)
-            self._results.findings(findings)
+            self.results.findings(findings)
 
     def _finish_forward(self, forward: Forward, steps: list[GroupStep]) -> None:
         self.divergence.forward(forward, steps, self.tables)
@@ -148,34 +136,34 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     def _judge_event(self, view: EventView) -> KnownEvent | None:
         if self.checks is None:
             return super()._judge_event(view)
-        self._results.findings(self.checks.event(view))
+        self.results.findings(self.checks.event(view))
         return self.checks.history.known
 
     def sweep(self, view: EventView) -> None:
         """Verify what the prefix cache holds."""
-        sweep = read_sweep(view, self.header)
+        sweep, summary = read_sweep(view, self.header), self.results.summary
         super().sweep(view)
         for index, plan in sweep.plans.items():
             pool = self.pools[index]
             unknown = int(leave_out_unknown(pool, plan).sum()) if pool.any_unknown else 0
-            self.unknown_entries += unknown
-            self.entries_read += int(plan.num_valid[0])
+            summary.unknown_entries += unknown
+            summary.entries_read += int(plan.num_valid[0])
             for half in pool.group.halves:
                 log = self.launcher.verify("SWEEP", half, pool, plan, check_tokens=False)
-                self.verified += int(plan.num_valid[0]) - unknown
+                summary.verified += int(plan.num_valid[0]) - unknown
                 if log.write_index[0]:
-                    self._results.violations(launch_violations(log, plan, sweep, pool, "SWEEP", half))
-            self._results.findings(explain_sweep(sweep, index, pool.num_slots))
+                    self.results.violations(launch_violations(log, plan, sweep, pool, "SWEEP", half))
+            self.results.findings(explain_sweep(sweep, index, pool.num_slots))
 
     def _sent(self, event: TransferEvent, changes: KvChanges) -> None:
         if self.transfers is not None:
-            self._results.findings(self.transfers.send(event, changes))
+            self.results.findings(self.transfers.send(event, changes))
 
     def _received(self, event: TransferEvent) -> None:
         if self.transfers is None:
             super()._received(event)
         else:
-            self._results.findings(self.transfers.receive(event))
+            self.results.findings(self.transfers.receive(event))
 
     def forget(self) -> None:
         """Take all state for unknown, after a gap whose events may have changed any of it."""
@@ -186,18 +174,19 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     def finish(self) -> None:
         """Let the history checks judge the end of a complete trace."""
         if self.checks is not None:
-            self._results.findings(self.checks.finish())
+            self.results.findings(self.checks.finish())
 
     def launched(self, pool: GroupPool, *, forwards: int, reads: int, written: int) -> None:
         """Count launches on a group's buffers that were carried out elsewhere: its entries read, records written."""
-        self.entries_read += reads
+        summary = self.results.summary
+        summary.entries_read += reads
         for endpoint in ENDPOINTS:
             for half in pool.group.halves:
                 tag = launch_tag(endpoint, half, pool.group.kind)
                 self.launcher.slot_counters[tag] += reads + written
                 self.launcher.kernel_counters[tag] += 2 * forwards
-                self.verified += reads
-                self.written += written
+                summary.verified += reads
+                summary.written += written
 
     # --- what an executor of another kind does besides
 

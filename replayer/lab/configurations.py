@@ -1,7 +1,7 @@
 """The small engines that faults are tried on: each runs some hundred forwards, in which its mechanisms come up."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final
 
 from ...recorder.engines.simulated.config import EngineConfig
@@ -34,12 +34,13 @@ _PAIR_WORKLOAD: Final[dict[str, Any]] = {"requests": 20, "output_tokens": 24, "a
 _PAIR: Final = PairSettings(max_steps=6, failure_rate=0.1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Configuration:
     """An engine and a workload, as far as they differ from the common ones; `repeat`: how often each request comes."""
 
     name: str
     summary: str
+    _: KW_ONLY
     engine: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
     repeat: int = 1
@@ -62,98 +63,82 @@ _TWIN_WORKLOAD: Final[dict[str, Any]] = {"requests": 12, "prompt_tokens": 30, "s
 _SWEPT: Final[dict[str, Any]] = {"sweep_interval": 5, "num_pages": 200}
 
 _CONFIGURATIONS: Final = (
-    Configuration(name="mha", summary="K and V, pages of 4, prefix cache with evictions, chunked prefill"),
+    Configuration("mha", "K and V, pages of 4, prefix cache with evictions, chunked prefill"),
     Configuration(
-        name="mha_page1",
-        summary="pages of one token, first in first out",
+        "mha_page1",
+        "pages of one token, first in first out",
         engine={"page_size": 1, "num_pages": 520, "free_order": "fifo"},
     ),
     Configuration(
-        name="mha_page16",
-        summary="pages of 16, in no order",
+        "mha_page16",
+        "pages of 16, in no order",
         engine={"page_size": 16, "num_pages": 44, "width": 176, "free_order": "shuffled"},
         workload={"prompt_tokens": 60},
     ),
-    Configuration(name="mla", summary="K only", engine={"shape": "mla"}),
+    Configuration("mla", "K only", engine={"shape": "mla"}),
+    Configuration("adapters", "two LoRA adapters over one model", workload={"adapters": 2, "sharing": 0.9}),
+    Configuration("mixed", "prefill forwards carry decodes", engine={"mixed": True}),
+    Configuration("no_cache", "no prefix cache", engine={"prefix_cache": False}),
     Configuration(
-        name="adapters", summary="two LoRA adapters over one model", workload={"adapters": 2, "sharing": 0.9}
-    ),
-    Configuration(name="mixed", summary="prefill forwards carry decodes", engine={"mixed": True}),
-    Configuration(name="no_cache", summary="no prefix cache", engine={"prefix_cache": False}),
-    Configuration(
-        name="tight",
-        summary="hardly enough memory: retraction, resume, preemption",
+        "tight",
+        "hardly enough memory: retraction, resume, preemption",
         engine={"num_pages": 62, "max_running": 5},
         workload={"priorities": 2, "arrival_rate": 1000.0, "output_tokens": 24, "requests": 20},
     ),
+    Configuration("forks", "requests that want several answers", workload={"fork_rate": 0.4, "requests": 16}),
     Configuration(
-        name="forks", summary="requests that want several answers", workload={"fork_rate": 0.4, "requests": 16}
-    ),
-    Configuration(
-        name="host",
-        summary="evicted pages go to a host tier and are loaded back",
+        "host",
+        "evicted pages go to a host tier and are loaded back",
         engine={"num_pages": 70, "host_pages": 200, "max_running": 4},
         workload={"sharing": 0.9},
     ),
     Configuration(
-        name="twins",
-        summary="each prompt twice at once, equal answers: pages are de-duplicated",
+        "twins",
+        "each prompt twice at once, equal answers: pages are de-duplicated",
         engine=_TWINS,
         workload=_TWIN_WORKLOAD,
         repeat=2,
     ),
     Configuration(
-        name="twins_swa",
-        summary="the same over sliding-window layers",
+        "twins_swa",
+        "the same over sliding-window layers",
         engine={**_TWINS, "shape": "swa", "window": 16},
         workload=_TWIN_WORKLOAD,
         repeat=2,
     ),
-    Configuration(name="swa", summary="full and sliding-window layers", engine=_SWA),
+    Configuration("swa", "full and sliding-window layers", engine=_SWA),
     Configuration(
-        name="swa_page1",
-        summary="full and sliding-window layers, pages of one token",
+        "swa_page1",
+        "full and sliding-window layers, pages of one token",
         engine={"shape": "swa", "window": 24, "page_size": 1, "num_pages": 520, "swa_num_pages": 260},
     ),
-    Configuration(name="dsv4", summary="sliding window only, K only, no KV bytes", engine={**_SWA, "shape": "dsv4"}),
-    Configuration(name="eagle", summary="speculative decoding, three guesses a round", engine={"eagle": True}),
+    Configuration("dsv4", "sliding window only, K only, no KV bytes", engine={**_SWA, "shape": "dsv4"}),
+    Configuration("eagle", "speculative decoding, three guesses a round", engine={"eagle": True}),
     Configuration(
-        name="eagle_swa",
-        summary="speculative decoding over sliding-window layers",
+        "eagle_swa",
+        "speculative decoding over sliding-window layers",
         engine={**_SWA, "eagle": True, "swa_num_pages": 80, "draft_tokens": 2},
     ),
-    Configuration(name="sweeps", summary="the prefix cache is swept every five forwards", engine=_SWEPT),
+    Configuration("sweeps", "the prefix cache is swept every five forwards", engine=_SWEPT),
+    Configuration("sweeps_swa", "the same over sliding-window layers", engine={**_SWA, **_SWEPT, "swa_num_pages": 120}),
+    Configuration("sweeps_eagle", "the same with a draft model", engine={**_SWEPT, "sweep_interval": 8, "eagle": True}),
     Configuration(
-        name="sweeps_swa",
-        summary="the same over sliding-window layers",
-        engine={**_SWA, **_SWEPT, "swa_num_pages": 120},
-    ),
-    Configuration(
-        name="sweeps_eagle",
-        summary="the same with a draft model",
-        engine={**_SWEPT, "sweep_interval": 8, "eagle": True},
-    ),
-    Configuration(
-        name="submitted",
-        summary="what the model hands to the pools is recorded beside what they hold",
+        "submitted",
+        "what the model hands to the pools is recorded beside what they hold",
         engine={**_SWA, "submitted": True},
     ),
     Configuration(
-        name="told_reads",
-        summary="sliding window only; what attention reads is recorded in place of req_to_token",
+        "told_reads",
+        "sliding window only; what attention reads is recorded in place of req_to_token",
         engine={**_SWA, "shape": "dsv4", "reads_given": True},
     ),
+    Configuration("overlap", "a forward is launched before the one before it is heard of", engine={"overlap": True}),
     Configuration(
-        name="overlap", summary="a forward is launched before the one before it is heard of", engine={"overlap": True}
+        "overlap_swa", "the same over sliding-window layers", engine={**_SWA, "overlap": True, "mixed": True}
     ),
-    Configuration(
-        name="overlap_swa",
-        summary="the same over sliding-window layers",
-        engine={**_SWA, "overlap": True, "mixed": True},
-    ),
-    Configuration(name="pd", summary="a prefill and a decode engine", pair=_PAIR),
-    Configuration(name="pd_swa", summary="the same over sliding-window layers", engine=_SWA, pair=_PAIR),
-    Configuration(name="pd_eagle", summary="the same with a draft model", engine={"eagle": True}, pair=_PAIR),
+    Configuration("pd", "a prefill and a decode engine", pair=_PAIR),
+    Configuration("pd_swa", "the same over sliding-window layers", engine=_SWA, pair=_PAIR),
+    Configuration("pd_eagle", "the same with a draft model", engine={"eagle": True}, pair=_PAIR),
 )
 
 CONFIGURATIONS: Final = {configuration.name: configuration for configuration in _CONFIGURATIONS}

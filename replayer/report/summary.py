@@ -1,21 +1,19 @@
 """What a replay found, in one value: the verdict, what was checked, what was lost, the first violation spelt out."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ...kernels.constants import FailReason, LaunchTag
-from ...recorder.state.requests import RequestTable
+from ...kernels.arrays import Int64Array
+from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import TraceHeader
-from ..run.coverage import Watched, coverage, no_figures, not_watched
+from ..run.coverage import Watched, count_forwards, coverage, no_figures, not_watched
 from ..run.derived import Derived
-from .findings import Finding
-from .violations import LaunchViolations, violation_table
 
 MAX_LISTED: Final = 100
 NOBODY: Final = -1
@@ -73,7 +71,7 @@ class Summary:
     written: int = 0
     unknown_entries: int = 0
     entries_read: int = 0
-    figures: npt.NDArray[np.int64] = field(init=False)
+    figures: Int64Array = field(init=False)
     swa_divergence: dict[str, Any] | None = None
     transfers_sent: int = 0
     transfers_received: int = 0
@@ -111,12 +109,23 @@ class Summary:
         """Begin the counts with nothing."""
         self.figures = no_figures(self.header)
 
-    def take_events(self, counts: Mapping[str, int], times: npt.NDArray[np.int64]) -> None:
-        """Count events by their kinds, `times` `[n] int64` being theirs."""
-        for kind, count in counts.items():
+    def count(self, batch: TraceBatch, end: int, judged: Int64Array) -> None:
+        """Count the first `end` events of a batch; the forwards in rows `judged` `[n] int64`, ascending, were judged."""
+        for kind, count in Counter(batch.kinds[:end]).items():
             add(self.events, kind, count)
+        times = batch.scalar_ints("time_ns")[:end]
         self.first_time_ns = self.first_time_ns or next((int(t) for t in times if t), 0)
-        self.last_time_ns = max(self.last_time_ns, int(times.max()))
+        self.last_time_ns = max(self.last_time_ns, int(times.max(initial=0)))
+        if not len(judged):
+            return
+        modes = batch.strings("mode")
+        for mode, count in Counter(modes[row] for row in judged.tolist()).items():
+            add(self.forwards_by_mode, mode, count)
+        self.forwards += len(judged)
+        self.last_forward = int(batch.scalar_ints("forward")[judged[-1]])
+        self.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[judged]))
+        self.tokens += int(np.diff(batch.offsets("input_ids"))[judged].sum())
+        count_forwards(self.figures, batch, judged, self.header)
 
     @property
     def coverage(self) -> list[Watched]:
@@ -217,57 +226,6 @@ class Summary:
             "trace_id": header.trace_id,
             **values,
         }
-
-
-class Tally:
-    """Adds violations and findings to a summary as they are found, in bounded memory."""
-
-    def __init__(self, summary: Summary) -> None:
-        self._summary = summary
-        self._slots = [np.zeros(group.num_slots, dtype=np.bool_) for group in summary.header.groups]
-        self._last_forward_hit = -1
-
-    def violations(self, launches: Sequence[LaunchViolations], request_table: RequestTable) -> None:
-        """Add the violations of launches, which `Summary.violations` counts already."""
-        summary = self._summary
-        if summary.first_violation is None:
-            first = launches[0].take(np.arange(len(launches[0].rows)) == 0)
-            row = violation_table([first], request_table).to_pylist()[0]
-            summary.first_violation = row | {"reasons": row["reasons"].split("+")}
-            summary.first_violation_forward = row["forward"]
-        rows = np.concatenate([launch.rows for launch in launches])
-        for reason in FailReason:
-            if hits := int(np.count_nonzero(rows[:, 7] & reason.value)):
-                add(summary.violations_by_reason, reason.name or "", hits)
-        for tag, hits in enumerate(np.bincount(rows[:, 0], minlength=len(LaunchTag)).tolist()):
-            if hits:
-                add(summary.violations_by_launch, LaunchTag(tag).name, hits)
-        forwards = np.unique([launch.forward for launch in launches])
-        summary.forwards_hit += len(forwards) - int(forwards[0] == self._last_forward_hit)
-        self._last_forward_hit = summary.last_violation_forward = int(forwards[-1])
-        every = np.concatenate([launch.request_ids for launch in launches])
-        request_ids = every[np.sort(np.unique(every, return_index=True)[1])]
-        names = request_table.name_column(request_ids).to_pylist()
-        for request_id, name in zip(request_ids.tolist(), names, strict=True):
-            if request_id != NOBODY:  # what a sweep finds is nobody's yet
-                summary.requests_hit.setdefault(request_id, name)
-        for launch in launches:
-            hit = self._slots[launch.group]
-            slots = launch.rows[:, 1]
-            new = np.unique(slots[~hit[slots]])
-            hit[new] = True
-            summary.slots_hit += len(new)
-
-    def findings(self, findings: list[Finding]) -> None:
-        """Count findings."""
-        summary = self._summary
-        if findings and summary.first_finding is None:
-            summary.first_finding = dataclasses.asdict(findings[0])
-        summary.findings += len(findings)
-        for finding in findings:
-            add(summary.findings_by_kind, finding.kind)
-            if finding.request_id != NOBODY:
-                summary.requests_hit.setdefault(finding.request_id, finding.request)
 
 
 def add(counts: dict[str, int], key: str, count: int = 1) -> None:

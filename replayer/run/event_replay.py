@@ -2,7 +2,6 @@
 
 import gc
 import json
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -10,14 +9,12 @@ import numpy as np
 from ...kernels.constants import KvHashMode, LaunchTag
 from ...recorder.state.forward import UnusableEventError, read_forward
 from ...recorder.state.keyframe_load import KeyframeLoader
-from ...recorder.state.requests import RequestTable
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
 from ..executors.executors import make_executor, make_pass
-from ..report.report import ReportSinks, ResultCollector
-from ..report.summary import MAX_LISTED, Summary, add
-from .coverage import count_forwards
+from ..report.report import Results
+from ..report.summary import MAX_LISTED, add
 from .health import Health
 from .planning import read_sweep
 from .schedule import Schedule
@@ -32,40 +29,29 @@ class EventReplay:
     """Takes a trace's events, and fills its summary and its report.
 
     `executor` holds the state; `compiled_pass` takes ordinary events past it, None if there is none; `continues` says that the
-    last event was a segment's end behind which another follows; `request_ids` are those that forwards and events named.
+    last event was a segment's end behind which another follows.
     """
 
     def __init__(
         self,
-        summary: Summary,
+        results: Results,
         settings: ReplaySettings,
-        sinks: ReportSinks,
-        *,
         kv_hash_mode: KvHashMode,
+        *,
         exchange: Exchange | None,
         schedule: Schedule | None = None,
         all_there: bool = False,
     ) -> None:
+        summary = results.summary
         header = summary.header
         self.bytes_read = 0
         self._summary = summary
         self._settings = settings
-        self._request_table = RequestTable()
-        self.request_ids: set[int] = set()
         self._counted: list[int] = []  # rows of the batch under way: forwards that were judged
-        self._results = ResultCollector(summary, sinks, self._request_table, all_rows=settings.all_rows)
-        self.executor = make_executor(
-            header, settings, kv_hash_mode=kv_hash_mode, request_table=self._request_table, results=self._results
-        )
+        self._results = results
+        self.executor = make_executor(results, settings, kv_hash_mode)
         summary.settings["executor_ran"] = self.executor.name
-        self._transfers = self.executor.transfers = Transfers(
-            header,
-            self.executor.pools,
-            trace=Path(summary.trace).name,
-            request_table=self._request_table,
-            exchange=exchange,
-            backend=settings.backend,
-        )
+        self.executor.transfers = Transfers(results, self.executor.pools, exchange, backend=settings.backend)
         self._health = Health(header, self.executor.state.activity)
         self._keyframes = KeyframeLoader(self.executor.state, kv_hash_mode=kv_hash_mode)
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
@@ -75,15 +61,7 @@ class EventReplay:
         self._trailing = 0  # gaps and losses by which a recording ends that was cut
         self._schedule = schedule
         self._all_there = all_there
-        self.compiled_pass = make_pass(
-            self.executor,
-            settings,
-            health=self._health,
-            summary=summary,
-            request_ids=self.request_ids,
-            sinks=sinks,
-            compared=schedule is not None,
-        )
+        self.compiled_pass = make_pass(self.executor, settings, self._health, compared=schedule is not None)
         if header.segment is not None and header.segment.number:
             self._wants_keyframe = summary.unknown_before = True  # until its keyframe says otherwise
 
@@ -109,10 +87,10 @@ class EventReplay:
             while at < item.num_events:
                 at = self._through_requests(item, self._through_pass(item, at))
                 if at < item.num_events:
-                    self.replay_event(item.event(at))
                     at += 1
+                    self.replay_event(item.event(at - 1))
         finally:  # all that a batch had, or had until somebody stopped
-            count_forwards(self._summary.figures, item, np.array(self._counted, np.int64), self._summary.header)
+            self._summary.count(item, at, np.array(self._counted, np.int64))
             self._counted.clear()
             if collects:
                 gc.enable()
@@ -124,6 +102,7 @@ class EventReplay:
             return at
         reached = self.compiled_pass.run(batch, at)
         if reached > at:
+            self._counted += [index for index in range(at, reached) if batch.kinds[index] == "forward"]
             self.continues = self._at_first = False
             self._trailing = 0
             self._results.divergence(self.executor.divergence)
@@ -133,10 +112,7 @@ class EventReplay:
         """Take the requests that a keyframe names, of which there may be thousands; return the row of what comes next."""
         if not self._keyframes.loading or at == batch.num_events:
             return at
-        reached = self._keyframes.apply_requests(batch, at)
-        if reached > at:
-            self._summary.take_events({"keyframe": reached - at}, batch.scalar_ints("time_ns")[at:reached])
-        return reached
+        return self._keyframes.apply_requests(batch, at)
 
     def leaves_nothing(self) -> bool:
         """Whether the last event says that a segment follows, and nothing was left unjudged or unlaunched before it."""
@@ -145,7 +121,7 @@ class EventReplay:
         # Judged at the end, and there only by who has seen a forward.
         silent = self._health.silent_runners()
         pending = executor.checks is not None and executor.checks.pending()
-        return self.continues and not executor.unknown_entries and not missing and not silent and not pending
+        return self.continues and not self._summary.unknown_entries and not missing and not silent and not pending
 
     def count(self) -> None:
         """Bring the summary's counts by kind and of requests up to date, in the middle of a replay."""
@@ -169,28 +145,20 @@ class EventReplay:
             if not lost:
                 self._results.findings(self._health.finish(executor.launcher.kernel_counters))
         self._results.flush(executor.divergence)
-        summary.requests = len(self.request_ids)
+        summary.requests = len(self._results.request_ids)
         summary.slot_counters, summary.kernel_counters = (
             {tag.name: int(counters[tag]) for tag in LaunchTag}
             for counters in (executor.launcher.slot_counters, executor.launcher.kernel_counters)
         )
-        summary.verified, summary.written = executor.verified, executor.written
-        summary.unknown_entries, summary.entries_read = executor.unknown_entries, executor.entries_read
         if executor.num_on_host is not None:
             summary.settings["forwards_on_cpu"] = executor.num_on_host
         summary.swa_divergence = executor.divergence.to_json()
-        sent = self._transfers
-        summary.transfers_sent, summary.transfers_received = sent.sent, sent.received
-        summary.transfers_unmatched = sent.unmatched
 
     def replay_event(self, view: EventView) -> None:
         """Replay one event that no pass takes."""
         summary, kind = self._summary, view.kind
         self.continues = False
         self._trailing = self._trailing + 1 if kind == "loss" and view.scalar("status") == CUT else 0
-        add(summary.events, kind)
-        summary.first_time_ns = summary.first_time_ns or view.time_ns
-        summary.last_time_ns = max(summary.last_time_ns, view.time_ns)
         before = summary.violations + summary.findings
         if kind != "keyframe":
             self._no_keyframe_under_way(view)
@@ -227,7 +195,7 @@ class EventReplay:
         self.executor.apply_event(view)
         match kind:
             case "request":
-                self.request_ids.add(int(view.scalar("request_id")))
+                self._results.request_ids.add(int(view.scalar("request_id")))
             case "loss":
                 self._loss(view)
             case "mark":
@@ -244,21 +212,15 @@ class EventReplay:
                 add(self._summary.unjudged, kind if kind in EVENT_KINDS else f"unknown kind {kind!r}")
 
     def _forward(self, view: EventView) -> None:
-        summary = self._summary
-        forward = read_forward(view, summary.header)
+        forward = read_forward(view, self._summary.header)
         self._results.begin(forward)
         self.executor.apply_forward(forward, view)
         self._results.done()
-        summary.forwards += 1
-        summary.last_forward = forward.forward
-        add(summary.forwards_by_mode, forward.mode)
-        summary.forwards_watched += forward.kv_watched
         self._counted.append(view.index)
-        summary.tokens += forward.num_tokens
-        self.request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
+        self._results.request_ids.update(forward.request_ids[forward.req_pool_indices != 0].tolist())
         self._results.findings(self._health.forward(forward))
         if self._schedule is not None:
-            self._results.findings(self._schedule.forward(forward, self._request_table))
+            self._results.findings(self._schedule.forward(forward, self._results.request_table))
         self._results.divergence(self.executor.divergence)
 
     def _stop_if_asked(self, before: int, view: EventView) -> None:
@@ -281,6 +243,8 @@ class EventReplay:
             self._wants_keyframe = True
 
     def _keyframe(self, view: EventView) -> None:
+        if self.compiled_pass is not None:
+            self.compiled_pass.had_keyframe = True
         status = view.scalar("status")
         if not status:
             add(self._summary.unjudged, "keyframe")

@@ -12,7 +12,7 @@ from ...recorder.process.endings import endings_deferred
 from ...recorder.state.pools import pool_bytes
 from ...recorder.trace.batch import TraceBatch, TraceGap
 from ...recorder.trace.recordings import recording_name
-from ..report.report import ReportSinks, write_summary
+from ..report.report import Results, write_summary
 from ..report.summary import Summary
 from .event_replay import EventReplay
 from .schedule import Schedule
@@ -58,17 +58,15 @@ class ReplayRun:
             check_padding(header)
             self.summary = Summary(trace=name, header=header, settings=settings.to_json())
             self.summary.settings["kv_hash"] = mode.name.lower()
-            merge = header if settings.merges_rows else None
-            sinks = stack.enter_context(closing(ReportSinks(report, sliding=bool(header.lut_lens), merge=merge)))
+            self._results = stack.enter_context(closing(Results(self.summary, settings, report)))
             joined: dict[str, Any] = {"exchange": exchange, "schedule": schedule, "all_there": all_there}
             try:
-                self.events = EventReplay(self.summary, settings, sinks, kv_hash_mode=mode, **joined)
+                self.events = EventReplay(self._results, settings, mode, **joined)
             except MemoryError:
                 raise TraceError(
                     f"{name}: its pools and tables need {pool_bytes(header) / 2**30:.1f} GiB, which this "
                     "machine does not have; replay on a larger one"
                 ) from None
-            self._sinks = sinks
             self._following, self._early = following, settings.fail_fast or settings.max_violations is not None
             self._stream = self._opened()
             stack.callback(lambda: self._stream.close())
@@ -130,6 +128,11 @@ class ReplayRun:
         summary, events = self.summary, self.events
         return self.is_ordinary and summary.complete and not summary.unknown_before and events.leaves_nothing()
 
+    @property
+    def request_ids(self) -> frozenset[int]:
+        """The requests that forwards and events named."""
+        return frozenset(self._results.request_ids)
+
     def interrupt(self) -> None:
         """End the replay here, at the user's wish."""
         if not self.ended:
@@ -153,7 +156,7 @@ class ReplayRun:
                 if self.summary.header.segment is not None:
                     self.summary.segments = list(self._reader.numbers)
                 self.events.finish()
-                self._sinks.close()
+                self._results.close()
                 self.summary.seconds = time.perf_counter() - self._started
                 if self._report:
                     self.summary.report = str(self._report)

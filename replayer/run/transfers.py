@@ -6,6 +6,7 @@ through the exchange, records and bytes. The receiver's bytes are those that it 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -14,10 +15,9 @@ from ...kernels.constants import KvHashMode
 from ...kernels.ops.hash.kv_source import fold_kv
 from ...recorder.state.events import TransferEvent
 from ...recorder.state.pools import RECORD_BYTES, GroupPool
-from ...recorder.state.requests import RequestTable
 from ...recorder.state.writes import KvChanges
-from ...recorder.trace.header import TraceHeader
 from ..report.findings import Finding, event_finding, of_request
+from ..report.report import Results
 
 ParcelKey = tuple[int, str, int]  # room, name of the pool group, first position
 
@@ -77,25 +77,14 @@ _KV_HASH_WORD = RECORD_BYTES // 8 - 1
 class Transfers:
     """Judges one trace's transfers and hands them to, or takes them from, the traces replayed with it.
 
-    `unmatched` counts transfers whose other side is in no trace of this replay: their slots are left unjudged. So are
+    `transfers_unmatched` of the summary counts transfers whose other side is in no trace of this replay: their slots are left unjudged. So are
     those of a receive without a room, a health check's: nobody has sent it.
     """
 
-    def __init__(
-        self,
-        header: TraceHeader,
-        pools: list[GroupPool],
-        *,
-        trace: str,
-        request_table: RequestTable,
-        exchange: Exchange | None,
-        backend: str,
-    ) -> None:
-        self.sent = self.received = self.unmatched = 0
-        self._header = header
+    def __init__(self, results: Results, pools: list[GroupPool], exchange: Exchange | None, *, backend: str) -> None:
+        self._summary = results.summary
+        self._request_table = results.request_table
         self._pools = pools
-        self._trace = trace
-        self._request_table = request_table
         self._exchange = exchange
         self._backend = backend
 
@@ -107,7 +96,7 @@ class Transfers:
                 self._exchange.withdraw(key)
             return []
         if transfer.status == "end":
-            self.sent += 1
+            self._summary.transfers_sent += 1
             changed = np.flatnonzero(np.isin(transfer.slots, changes.slots))
             return self._found("transfer_source_changed", transfer, changed, "changed while they were being sent")
         damaged = self._kv_hash_differs(transfer)
@@ -118,12 +107,12 @@ class Transfers:
 
     def receive(self, transfer: TransferEvent) -> list[Finding]:
         """Judge slots whose bytes have landed; their records are the sender's, where its trace is replayed with this one."""
-        self.received += 1
+        self._summary.transfers_received += 1
         pool, slots = self._pools[transfer.group], transfer.slots
         key = (transfer.room, pool.group.name, transfer.start_position)
         parcel = self._exchange.receive(key) if self._exchange is not None and transfer.room >= 0 else None
         if parcel is None or not _fits(parcel, pool):
-            self.unmatched += transfer.room >= 0  # without a room nobody has sent it
+            self._summary.transfers_unmatched += transfer.room >= 0  # without a room nobody has sent it
             pool.forget(slots)
             return []
         count = min(len(slots), len(parcel.slots))
@@ -167,7 +156,7 @@ class Transfers:
     def _parcel(self, transfer: TransferEvent, damaged: BoolArray) -> Parcel:
         tier, slots = self._pools[transfer.group].pool, transfer.slots
         return Parcel(
-            trace=self._trace,
+            trace=Path(self._summary.trace).name,
             event=transfer.event,
             slots=slots,
             head={half: records[slots] for half, records in tier.head.items()},

@@ -206,7 +206,7 @@ def _replay_stretch(
     to_end = last or reported or bool(summary.stopped)
     return Part(
         summary=summary,
-        request_ids=frozenset(run.events.request_ids),
+        request_ids=run.request_ids,
         to_end=to_end,
         began=began,
         ended=time.perf_counter(),

@@ -26,10 +26,12 @@ from ....recorder.state.forward import Forward
 from ....recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
 from ....recorder.state.writes import KvChanges, plan_own_writes, readable_prefixes
 from ....recorder.trace.batch import EventView
+from ...report.report import Results
 from ...report.violations import launch_violations
 from ...run.out_of_range import beyond_table
 from ...run.planning import GroupStep
-from ..stepwise import ExecutorInput, StepwiseExecutor
+from ...run.settings import ReplaySettings
+from ..stepwise import StepwiseExecutor
 from .cuda import find_device, reported
 from .event_slots import slots_of_event
 from .launches import ForwardLaunches
@@ -50,7 +52,7 @@ class _Launched:
 
 
 class DeviceExecutor(StepwiseExecutor):
-    """Steps forwards on `device`; `at_once` asks that each forward's rows are reported before the next event.
+    """Steps forwards on the device of the settings; rows that are merged or counted are reported before the next event.
 
     Raises:
         TraceError: there is no such device, or it has too little memory.
@@ -58,13 +60,14 @@ class DeviceExecutor(StepwiseExecutor):
 
     name = "device"
 
-    def __init__(self, given: ExecutorInput, *, device: str, at_once: bool) -> None:
-        header, backend = given.header, given.backend
+    def __init__(self, results: Results, settings: ReplaySettings, kv_hash_mode: KvHashMode) -> None:
+        header = results.summary.header
         self._notes = TableNotes(header)
-        super().__init__(given, listener=self._notes)
+        super().__init__(results, settings, kv_hash_mode, listener=self._notes)
         self.num_on_host = 0
-        self._device = device
-        self._at_once = at_once or self.checks is not None
+        self._device = device = settings.device
+        counted = settings.fail_fast or settings.max_violations is not None
+        self._at_once = settings.merges_rows or counted or self.checks is not None
         self._launched_forwards: list[_Launched] = []
         self._loading = False
         self._beyond = np.zeros(1, np.int64)
@@ -74,7 +77,7 @@ class DeviceExecutor(StepwiseExecutor):
         self._host_log = ViolationLog.allocate(0)
         where = find_device(device)
         with reported(device, header):
-            self._launches = ForwardLaunches(header, self.pools, self._notes, where, backend=backend)
+            self._launches = ForwardLaunches(header, self.pools, self._notes, where, backend=settings.backend)
         self._mirror = self._launches.mirror
 
     def forward(self, forward: Forward, view: EventView) -> None:
@@ -244,8 +247,8 @@ class DeviceExecutor(StepwiseExecutor):
                 tag = launch_tag(endpoint, half, step.pool.group.kind)
                 self.launcher.slot_counters[tag] += step.reads + written
                 self.launcher.kernel_counters[tag] += 2
-                self.verified += step.reads - step.unknown_entries
-                self.written += written
+                self.results.summary.verified += step.reads - step.unknown_entries
+                self.results.summary.written += written
 
     def _report_rows(self, forward: Forward, steps: list[GroupStep], found: FoundRows, number: int) -> None:
         def report(step: GroupStep, endpoint: Endpoint, half: str, *, verify: bool, write: bool) -> None:
@@ -254,7 +257,7 @@ class DeviceExecutor(StepwiseExecutor):
             for plan, op in [*plans, *[(step.write_plan, "write")] * write]:
                 log = found.log(number, pool.index, endpoint, half, op)
                 if log is not None:
-                    self._results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
+                    self.results.violations(launch_violations(log, plan, forward, pool, endpoint, half))
 
         halves = [(step, half, step.pool.group.reads_before_write) for step in steps for half in step.pool.group.halves]
         for step, half, _ in halves:

@@ -5,7 +5,7 @@ the checks, and then the pass goes on. What it cannot work with in compiled code
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -42,9 +42,6 @@ from ....recorder.trace.batch import TraceBatch
 from ...checks.check import CheckSet
 from ...checks.history import History
 from ...checks.tables import SwaMappingStale
-from ...report.merged.merging import MergingSink
-from ...report.summary import Summary
-from ...run.coverage import count_forwards
 from ...run.health import Health
 from .batch_columns import BatchColumns, batch_columns, leave_hits
 from .executor import IncrementalExecutor
@@ -65,7 +62,10 @@ _log = logging.getLogger("kvcanary")
 
 
 class CompiledPass:
-    """Takes ordinary events of a trace past an executor with all checks; `executors.make_pass` says when there is one."""
+    """Takes ordinary events of a trace past an executor with all checks; `executors.make_pass` says when there is one.
+
+    Whoever replays counts what it took; `had_keyframe` says that the others were given a keyframe.
+    """
 
     def __init__(
         self,
@@ -73,17 +73,14 @@ class CompiledPass:
         history: History,
         check_set: CheckSet,
         health: Health,
-        summary: Summary,
-        request_ids: set[int],
-        merging: MergingSink | None,
     ) -> None:
         self._executor = executor
         self._history = history
         self._check_set = check_set
         self._health = health
-        self._summary = summary
-        self._request_ids = request_ids
-        self._merging = merging
+        self._request_ids = executor.results.request_ids
+        self._merging = executor.results.merging
+        self.had_keyframe = False
         self._header = header = executor.header
         self._request_table = executor.state.request_table
         self._groups, self._streams = group_numbers(header)
@@ -227,7 +224,6 @@ class CompiledPass:
         """Catch up on what events `at .. stop - 1` mean outside compiled code."""
         batch, history = columns.batch, self._history
         kinds = columns.kind[at:stop]
-        self._summarize(batch, kinds, at)
         for index in (at + np.flatnonzero(kinds == REQUEST_EVENT)).tolist():
             view = batch.event(index)
             self._request_ids.add(int(view.scalar("request_id")))
@@ -247,7 +243,7 @@ class CompiledPass:
         last = read_forward(batch.event(int(forwards[-1])), header)
         self._history.last_forward = last.forward
         offsets, rows = batch.offsets("req_pool_indices"), batch.values("req_pool_indices")
-        if "keyframe" in self._summary.events:  # who ran before it is known to its rows, and so not new to the pass
+        if self.had_keyframe:  # who ran before it is known to its rows, and so not new to the pass
             ids, at = batch.values("request_ids"), batch.offsets("request_ids")
             for i in forwards.tolist():
                 live = rows[offsets[i] : offsets[i + 1]] != 0
@@ -281,19 +277,6 @@ class CompiledPass:
                 g: (counted[g][FIGURE_NO_SLOTS], counted[g][FIGURE_OTHER_SLOTS]) for g in mine if groups[g].lut >= 0
             }
             divergence.add(batch.first_event + index, int(numbers[index]), runner, reads, found)
-
-    def _summarize(self, batch: TraceBatch, kinds: Int64Array, at: int) -> None:
-        summary, stop = self._summary, at + len(kinds)
-        summary.take_events(Counter(batch.kinds[at:stop]), batch.scalar_ints("time_ns")[at:stop])
-        modes, forwards = batch.strings("mode"), at + np.flatnonzero(kinds == FORWARD_EVENT)
-        for mode, count in Counter(modes[index] for index in forwards.tolist()).items():
-            summary.forwards_by_mode[mode] = summary.forwards_by_mode.get(mode, 0) + count
-        summary.forwards += len(forwards)
-        if len(forwards):
-            summary.last_forward = int(batch.scalar_ints("forward")[forwards[-1]])
-        count_forwards(summary.figures, batch, forwards, self._header)
-        summary.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[forwards]))
-        summary.tokens += int(np.diff(batch.offsets("input_ids"))[forwards].sum())
 
 
 def compile_pass() -> None:

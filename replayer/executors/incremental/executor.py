@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ....kernels.constants import KvHashMode
 from ....kernels.dispatch import select
 from ....kernels.replay_pass.due import ForwardReads, Readers
 from ....kernels.replay_pass.entries import SlotTable
@@ -21,9 +22,11 @@ from ....recorder.state.forward import Forward
 from ....recorder.state.tables import StateTables
 from ....recorder.state.writes import KvChanges
 from ....recorder.trace.header import TraceHeader
+from ...report.report import Results
 from ...run.divergence import SwaDivergence
 from ...run.planning import GroupStep, Planner
-from ..stepwise import ExecutorInput, StepwiseExecutor
+from ...run.settings import ReplaySettings
+from ..stepwise import StepwiseExecutor
 from .watch import Watch
 
 NO_LUT: Final = np.zeros(0, np.int64)
@@ -76,11 +79,12 @@ class IncrementalExecutor(StepwiseExecutor):
 
     name = "interval"
 
-    def __init__(self, given: ExecutorInput) -> None:
-        self.watch = Watch(given.header, backend=given.backend)
-        divergence = WatchedDivergence(given.header, self.watch, backend=given.backend)
-        super().__init__(given, listener=self.watch, divergence=divergence)
-        self._planner = IncrementalPlanner(given.header, self.tables, self.watch, backend=given.backend)
+    def __init__(self, results: Results, settings: ReplaySettings, kv_hash_mode: KvHashMode) -> None:
+        header, backend = results.summary.header, settings.backend
+        self.watch = Watch(header, backend=backend)
+        divergence = WatchedDivergence(header, self.watch, backend=backend)
+        super().__init__(results, settings, kv_hash_mode, listener=self.watch, divergence=divergence)
+        self._planner = IncrementalPlanner(header, self.tables, self.watch, backend=backend)
 
     def _finish(self, step: GroupStep, forward: Forward) -> None:
         super()._finish(step, forward)
