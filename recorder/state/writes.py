@@ -94,7 +94,7 @@ def readable_prefixes(pool: GroupPool, forward: Forward, tables: StateTables) ->
     """Return the prefix lengths `[bs] int64` cut to the table's width, and how many entries a forward so reads. Raises
     `UnusableEventError` if they are absurdly many.
     """
-    # A prefix longer than the table is a finding of its own (`explain_requests`); the plan stops where it does.
+    # A prefix longer than the table is a finding of its own (`explain_forward`); the plan stops where it does.
     prefix_lens = np.minimum(forward.prefix_lens, tables.req_to_token[pool.group.table].shape[1])
     entries = plan_capacity(prefix_lens, pool.group.window)
     if entries > MAX_PLAN_ENTRIES:

@@ -21,7 +21,7 @@ from ..checks.history import ForwardView, GroupReads
 from ..report.report import Results
 from ..report.violations import launch_violations
 from ..run.divergence import SwaDivergence
-from ..run.out_of_range import beyond_table, explain_plan, explain_requests, explain_sweep, explain_writes
+from ..run.out_of_range import beyond_table, explain_forward, explain_sweep
 from ..run.planning import GroupStep, Planner, expected_tokens, leave_out_unknown, read_sweep
 from ..run.settings import ReplaySettings
 from ..run.transfers import Transfers
@@ -123,10 +123,7 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         """Explain look-ups that no pool or table can answer."""
         shape = self.tables.req_to_token[step.pool.group.table].shape
         if step.out_of_range or bool(beyond_table(forward, shape).any()):
-            findings = explain_plan(step.verify_plan, forward, step.pool, shape, self._request_table)
-            findings += explain_writes(step.slots, step.write_plan, forward, step.pool, self._request_table)
-            findings += explain_requests(forward, step.pool, shape, self._request_table)
-            self.results.findings(findings)
+            self.results.findings(explain_forward(step, forward, shape, self._request_table))
 
     def _finish_forward(self, forward: Forward, steps: list[GroupStep]) -> None:
         self.divergence.forward(forward, steps, self.tables)

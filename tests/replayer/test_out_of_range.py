@@ -12,7 +12,8 @@ from kvcanary.recorder.state.requests import RequestTable
 from kvcanary.recorder.trace.header import PoolGroup
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.report.summary import Verdict
-from kvcanary.replayer.run.out_of_range import explain_plan
+from kvcanary.replayer.run.out_of_range import explain_forward
+from kvcanary.replayer.run.planning import GroupStep
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..support.engines.toy_engine import SHAPES, ToyEngine
@@ -28,7 +29,7 @@ def explained(table: np.ndarray, prefix_lens: list[int], *, lut: np.ndarray | No
     verify_plan = VerifyPlan.allocate(capacity=100, request_capacity=bs)
     verify_plan.slots.fill(1 << 40)  # whatever is read past the valid entries would show
     verify_plan.prev_slots.fill(1 << 40)
-    counted = np.zeros(1, np.int64)
+    write_plan, counted = WritePlan.allocate(request_capacity=bs), np.zeros(1, np.int64)
     plan(
         req_pool_indices=rows,
         prefix_lens=prefix,
@@ -40,7 +41,7 @@ def explained(table: np.ndarray, prefix_lens: list[int], *, lut: np.ndarray | No
         truth_lens=None,
         token_offset=0,
         verify_plan=verify_plan,
-        write_plan=WritePlan.allocate(request_capacity=bs),
+        write_plan=write_plan,
         out_of_range=counted,
         backend="reference",
     )
@@ -53,7 +54,8 @@ def explained(table: np.ndarray, prefix_lens: list[int], *, lut: np.ndarray | No
     )  # fmt: skip
     group = PoolGroup(name="swa", kind="swa", window=WINDOW, num_slots=NUM_SLOTS, lut=-1 if lut is None else 0)
     pool = GroupPool(group, index=0, kv_hash_mode=0)
-    findings = explain_plan(verify_plan, forward, pool, table.shape, RequestTable())
+    step = GroupStep(pool, nothing, write_plan, verify_plan)
+    findings = explain_forward(step, forward, table.shape, RequestTable())
     return [(f.kind, f.request_id, f.position, f.slot) for f in findings], findings
 
 
