@@ -126,7 +126,7 @@ class EventReplay:
     def count(self) -> None:
         """Bring the summary's counts by kind and of requests up to date, in the middle of a replay."""
         self._results.pass_on()
-        self._summary.requests = len(self.request_ids)
+        self._summary.requests = len(self._results.request_ids)
 
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
