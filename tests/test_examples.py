@@ -1,8 +1,10 @@
 """Every script in examples/ runs as it stands and says what it promises."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +13,9 @@ from .support.places import ROOT
 EXAMPLES = ROOT / "examples"
 # What each prints at least; the bisected engine is run by its page's test (tests/analysis/test_tutorial.py).
 EXPECTED = {
-    "analysis.py": "corrupt",
     "nano_vllm.py": None,  # an adapter: tests/recorder/test_paged.py runs it
     "record_transformers.py": "clean: ",
+    "triage_notebook.py": "free_too_early",
     "tutorial_engine.py": None,
 }
 
@@ -34,3 +36,5 @@ def test_an_example_runs(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert EXPECTED[name] in done.stdout
+    for picture in re.findall(r"\S+\.svg", done.stdout):
+        assert "<svg" in Path(picture).read_text()

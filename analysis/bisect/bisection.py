@@ -4,7 +4,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from .criteria import ANY, REFERENCE, SQL, Criterion
 from .log import BisectLog, VerdictCache
 from .search import BisectVerdict, Mark, Search, decided, search, vote
 from .trial import FOLDER_VARIABLE, TRACE_VARIABLE, VERSION_VARIABLE, Command, run_trial
-from .versions import SavedVersion
+from .versions import SavedVersion, keep_order
 
 EXIT_FOUND: Final = 0
 EXIT_NONE: Final = 1
@@ -24,11 +24,15 @@ Report = Callable[[str, BisectVerdict], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """A bisection's result. `reproduce` is the command that shows the fault again, "" if nothing was found."""
+    """A bisection's result. `reproduce` is the command that shows the fault again, "" if nothing was found. `runs` has what each
+    run of a version was found to be, `again` says how to have more of them.
+    """
 
     versions: tuple[str, ...]
     criterion: Criterion
     search: Search
+    runs: Mapping[str, Sequence[BisectVerdict]]
+    again: str
     reproduce: str = ""
     cached: int = 0
 
@@ -49,6 +53,17 @@ class Bisection:
         return dict(self.search.judged).get(self.search.bad)
 
     @property
+    def doubt(self) -> str:
+        """Why the answer may be another one the next time; "" if nothing says so."""
+        marks = {name: {run.mark for run in runs} for name, runs in self.runs.items()}
+        mixed = next((name for name, found in marks.items() if found >= {Mark.GOOD, Mark.BAD}), None)
+        if mixed is not None:
+            return f"the fault shows now and then: {mixed} was bad in one run and good in another; {self.again}"
+        if self.search.candidates and all(len(runs) < 2 for runs in self.runs.values()):
+            return f"each version was judged by one run; a fault that shows now and then needs more: {self.again}"
+        return ""
+
+    @property
     def exit_code(self) -> int:
         """0: one version found. 125: several are left, or none could be judged. 1: the ends hold no first bad version."""
         if len(self.search.candidates) == 1:
@@ -66,6 +81,7 @@ class Bisection:
             "candidates": self.candidates,
             "last_good": self.versions[self.search.good] if self.search.good >= 0 else None,
             "problem": self.search.problem,
+            "doubt": self.doubt,
             "criterion": self.criterion.words(),
             "evidence": evidence.to_json() if evidence is not None else None,
             "reproduce": self.reproduce,
@@ -79,10 +95,11 @@ def bisect_saved(
     versions: Sequence[SavedVersion], criterion: Criterion, cache: VerdictCache, *, rule: str, report: Report
 ) -> Bisection:
     """Bisect over saved traces; several runs of one version vote."""
+    judged: dict[str, list[BisectVerdict]] = {}
 
     def judge(index: int) -> BisectVerdict:
         version = versions[index]
-        found: list[BisectVerdict] = []
+        found = judged[version.name] = []
         for left, run in zip(reversed(range(len(version.runs))), version.runs, strict=True):
             found.append(cache.judge(run, criterion))
             if decided(found, rule, left):
@@ -101,7 +118,9 @@ def bisect_saved(
         together = next((run for run in runs if len(run) > 1 and run[0].parent == trace.parent), None)
         reproduce = _look(criterion, trace, together[0].parent if together else trace)
     names = tuple(version.name for version in versions)
-    return Bisection(versions=names, criterion=criterion, search=done, reproduce=reproduce, cached=cache.hits)
+    again = "several traces of a version vote, by --vote any if one bad run is enough"
+    result = Bisection(versions=names, criterion=criterion, search=done, runs=judged, again=again)
+    return replace(result, reproduce=reproduce, cached=cache.hits)
 
 
 def bisect_run(
@@ -116,11 +135,14 @@ def bisect_run(
 ) -> Bisection:
     """Bisect over versions that a command records, up to `tries` times each, until the vote is decided."""
     resumed = 0
+    judged: dict[str, list[BisectVerdict]] = {}
+    if command.keep is not None:
+        keep_order(command.keep, versions)
 
     def judge(index: int) -> BisectVerdict:
         nonlocal resumed
         version = versions[index]
-        found = log.trials(version)[:tries]
+        found = judged[version] = log.trials(version)[:tries]
         resumed += len(found)
         while len(found) < tries and not decided(found, rule, tries - len(found)):
             begin = time.monotonic()
@@ -139,7 +161,9 @@ def bisect_run(
         if command.keep is not None and command.keep in trace.parents:  # a run that is gone on with may have kept none
             several = len(list(trace.parent.glob("*.arrow"))) > 1
             reproduce = _look(criterion, trace, trace.parent if several else trace)
-    return Bisection(versions=tuple(versions), criterion=criterion, search=done, reproduce=reproduce, cached=resumed)
+    again = f"--tries {max(3, 2 * tries)} --vote any adds runs to those of the log"
+    result = Bisection(versions=tuple(versions), criterion=criterion, search=done, runs=judged, again=again)
+    return replace(result, reproduce=reproduce, cached=resumed)
 
 
 def _look(criterion: Criterion, trace: Path, replayed: Path) -> str:

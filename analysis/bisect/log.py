@@ -16,28 +16,35 @@ from ..errors import AnalysisError
 from .criteria import Criterion, content_hash, judge_traces
 from .search import BisectVerdict, Mark
 
+LOG: Final = Path(".kvcanary", "bisect.jsonl")
 _OTHERWISE: Final = "name another with --log, or begin anew with --fresh"
 
 
 class BisectLog:
     """Appends trials to the file `path`, and knows those of an earlier run of the same bisection.
 
-    `about` says in plain JSON values what the bisection is. Raise `AnalysisError` if the file cannot be read or written,
-    or is about another one.
+    `about` says in plain JSON values what the bisection is, `head` what git had checked out when it began, "" for nothing to go
+    back to. Raise `AnalysisError` if the file cannot be read or written, or is about another one.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+    def __init__(self, path: Path, about: dict[str, Any], head: str = "") -> None:
         self._path = path
         self._trials: dict[str, list[BisectVerdict]] = {}
-        lines = _lines(path, about)
+        first = {"bisect": about, "head": head}
+        lines = read_log(path, first)
         if lines and lines[0].get("bisect") != about:
             raise AnalysisError(
                 f"{path}: the log of another bisection (other versions, command or criterion, or another kvcanary); "
                 f"{_OTHERWISE}"
             )
         _end_line(path)  # not before it is known for a log: it may be anybody's file
+        self.head = str(lines[0].get("head", "")) if lines else head
         if not lines:
-            self._append({"bisect": about})
+            if path == LOG and not LOG.parent.exists():
+                with contextlib.suppress(OSError):  # said below
+                    LOG.parent.mkdir()
+                    (LOG.parent / ".gitignore").write_text("*\n")
+            self._append(first)
             return
         for line in lines[1:]:
             self._trials.setdefault(str(line.get("version")), []).append(BisectVerdict.from_json(line.get("judgement")))
@@ -68,8 +75,8 @@ def _end_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def _lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the whole lines of a log; of a log that was killed in its very first line, none."""
+def read_log(path: Path, begun: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Return the whole lines of a log; none if there is no log, or if it was killed in its very first line, `begun`."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -81,7 +88,7 @@ def _lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
     if whole and not text.endswith("\n"):
         torn = whole.pop()  # the line that was being written when the last run was killed
     if torn and not whole:
-        if json.dumps({"bisect": about}).startswith(torn):
+        if begun is None or json.dumps(begun).startswith(torn):
             return []
         whole = [torn]
     for number, line in enumerate(whole, 1):

@@ -1,6 +1,5 @@
 """One trial of `kvcanary bisect run`: run the user's command for a version, and judge what it recorded."""
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from ...recorder.process.endings import endings_deferred
 from ..errors import AnalysisError
 from .criteria import Criterion, judge_traces
 from .search import BisectVerdict, Mark
-from .versions import one_each, read_order
+from .versions import folder_name, git, one_each, read_order
 
 NOT_STARTED: Final = (126, 127)  # what a shell says of a command that is not executable, or not there
 SKIP: Final = 125
@@ -23,7 +22,6 @@ VERSION_VARIABLE: Final = "KVCANARY_BISECT_VERSION"
 TRACE_VARIABLE: Final = "KVCANARY_BISECT_TRACE"
 FOLDER_VARIABLE: Final = "KVCANARY_TRACE"
 KEPT_OUTPUT_BYTES: Final = 4096
-MAX_NAME: Final = 60  # characters of a version in a folder's name: 255 bytes are the most, a character takes up to four
 _GRACE_S: Final = 5.0
 _POLL_S: Final = 0.02
 
@@ -50,11 +48,16 @@ def run_trial(command: Command, version: str, number: int, criterion: Criterion)
     with tempfile.TemporaryDirectory(prefix="kvcanary-bisect-") as temporary:
         folder = Path(temporary)
         if command.keep is not None:
-            folder = command.keep / f"{_file_name(version)}-{number}"
+            folder = command.keep / f"{folder_name(version)}-{number}"
             _make(folder)
-        if problem := _run(command, version, folder):
-            return BisectVerdict(mark=Mark.SKIP, words=problem)
-        return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
+        try:
+            if problem := _run(command, version, folder):
+                return BisectVerdict(mark=Mark.SKIP, words=problem)
+            return judge_traces(sorted(folder.rglob("*.arrow")), criterion)
+        finally:
+            if command.keep is not None:
+                with suppress(OSError):  # it holds something
+                    folder.rmdir()
 
 
 def _run(command: Command, version: str, folder: Path) -> str:
@@ -125,14 +128,6 @@ def _tail(output: IO[bytes]) -> str:
     return lines[-1] if lines else ""
 
 
-def _file_name(version: str) -> str:
-    """Return a name for a version's folder; where that cannot be the version's own, it differs from all others."""
-    plain = "".join(char if char.isalnum() or char in "._+-" else "_" for char in version)[:MAX_NAME]
-    if plain == version:
-        return plain
-    return f"{plain}-{hashlib.sha256(version.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
-
-
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,15 +157,11 @@ def listed_versions(text: str | None, good: str, bad: str) -> list[str]:
 
 
 def _commits(good: str, bad: str) -> list[str]:
-    command = ["git", "rev-list", "--reverse", "--first-parent", "--end-of-options", f"{good}..{bad}"]
     named = "name the versions with --versions"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise AnalysisError(f"git cannot be run ({error.strerror or error}); {named}") from None
-    if done.returncode:
-        raise AnalysisError(f"{done.stderr.strip()}; {named}, or run this in a git repository")
-    commits = done.stdout.split()
+        commits = git("rev-list", "--reverse", "--first-parent", "--end-of-options", f"{good}..{bad}").split()
+    except AnalysisError as error:
+        raise AnalysisError(f"{error}; {named}, or run this in a git repository") from None
     if not commits:
         raise AnalysisError(f"git knows no commit after {good} up to {bad}")
     return commits

@@ -1,8 +1,12 @@
 """Saved traces in the order of the engine versions that recorded them."""
 
-from collections.abc import Sequence
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from packaging.version import InvalidVersion, Version
 
@@ -20,18 +24,35 @@ class SavedVersion:
     runs: tuple[tuple[Path, ...], ...]
 
 
-def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[SavedVersion]:
-    """Return the versions of traces, and of folders of traces, oldest first; a folder is one run: its ranks, or a pair's sides.
+_ORDER: Final = ".kvcanary-versions"  # in the folder of --keep: its versions, oldest first
+MAX_NAME: Final = 60  # characters of a version in a folder's name: 255 bytes are the most, a character takes up to four
 
-    `order` names versions, or trace files, oldest first; without it versions are ordered as PEP 440 says. Raises `AnalysisError`
-    if a path holds no readable trace, a trace names no version, engines are mixed, or there is no order, or one version only.
+
+def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> tuple[list[SavedVersion], str]:
+    """Return the versions of traces, and of folders of traces, oldest first, and how they were ordered if nothing says it.
+
+    A folder is one run, its ranks or a pair's sides, or what `kvcanary bisect run --keep` kept; without a trace it is passed
+    over. `order` names versions, or trace files, oldest first; without it versions are ordered as that bisection had them, or as
+    PEP 440 says, else as they are given. Raises `AnalysisError` if a trace cannot be read, engines are mixed, or there is one
+    version only.
     """
+    kept = [path for path in paths if (path / _ORDER).is_file()]
+    paths = [below for path in paths for below in (sorted(path.iterdir()) if path in kept else [path])]
+    if not order:
+        orders = [
+            folder / _ORDER for folder in [*kept, *(path.parent for path in paths)] if (folder / _ORDER).is_file()
+        ]
+        order = read_order(orders[0]) if orders else ()
     runs: dict[str, list[tuple[Path, ...]]] = {}
+    found: list[tuple[Path, str, tuple[Path, ...]]] = []
     engines: set[str] = set()
     try:
         for path in paths:
+            if path.is_dir() and next(path.glob("*.arrow"), None) is None:
+                continue  # of a version that did not start
             run = tuple(traces_in(path)) if path.is_dir() else (path,)
-            runs.setdefault(_name(path, run, order, engines), []).append(run)
+            if not path.name.startswith("."):
+                found.append((path, _name(path, run, order, engines), run))
     except TraceError as error:
         raise AnalysisError(str(error)) from None
     if len(engines) > 1 and not order:
@@ -39,10 +60,86 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> list[Save
             f"traces of several engines, {', '.join(sorted(engines))}, whose versions follow no common order; name those "
             "of one, or say the order with --order FILE"
         )
-    names = _ordered(runs, order)
+    said = ""
+    if not order and (why := _unordered([name for _, name, _ in found])):
+        said = f"{why}: each is taken for a version, oldest first as they are given; --order FILE says another order"
+        found = [(path, str(path), run) for path, _, run in found]
+        if [str(path) for path, *_ in found] == sorted(str(path) for path, *_ in found):  # as a shell's * gives them
+            found.sort(key=lambda one: _natural(one[1]))
+    for _, name, run in found:
+        runs.setdefault(name, []).append(run)
+    names = list(runs) if said else _ordered(runs, order)
     if len(names) < 2:
         raise AnalysisError(f"a bisection needs traces of at least two versions, came {', '.join(names) or 'none'}")
-    return [SavedVersion(name=name, runs=tuple(runs[name])) for name in names]
+    return [SavedVersion(name=name, runs=tuple(runs[name])) for name in names], said
+
+
+def _unordered(names: list[str]) -> str:
+    """Say why traces cannot be put in order by the versions that their headers name; "" if they can."""
+    if len(names) > len(set(names)) == 1:
+        return f"their headers name one version, {names[0] or 'none'}"
+    for name in names:
+        try:
+            Version(name)
+        except InvalidVersion:
+            return f"their headers name versions that have no order, such as {name or 'none'}"
+    return ""
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return what sorts build-2 before build-10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def keep_order(folder: Path, versions: Sequence[str]) -> None:
+    """Note in a folder of kept traces which versions they are of, oldest first; raise `AnalysisError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _ORDER).write_text("".join(f"{version}\n" for version in versions), encoding="utf-8")
+    except OSError as error:
+        raise AnalysisError(f"{folder}: cannot be made ({error.strerror or error}); name another with --keep") from None
+
+
+def folder_name(version: str) -> str:
+    """Return a name for a version's folder; where that cannot be the version's own, it differs from all others."""
+    plain = "".join(char if char.isalnum() or char in "._+-" else "_" for char in version)[:MAX_NAME]
+    if plain == version:
+        return plain
+    return f"{plain}-{hashlib.sha256(version.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
+
+
+def git(*words: str) -> str:
+    """Return what git prints; raise `AnalysisError` with its message."""
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, errors="replace")
+    except OSError as error:
+        raise AnalysisError(f"git cannot be run ({error.strerror or error})") from None
+    if done.returncode:
+        raise AnalysisError(done.stderr.strip() or f"git {words[0]} ended with {done.returncode}")
+    return done.stdout
+
+
+def checked_out() -> str:
+    """Return the branch that git has checked out here, or the commit."""
+    try:
+        return git("symbolic-ref", "--short", "-q", "HEAD").strip()
+    except AnalysisError:
+        return git("rev-parse", "HEAD").strip()
+
+
+def subjects(versions: Iterable[str]) -> dict[str, str]:
+    """Return the first lines of what git's commits here say, of those versions that are commits."""
+    commits = [version for version in versions if re.fullmatch("[0-9a-f]{7,64}", version)]
+    try:
+        told = (
+            git("log", "--no-walk=unsorted", "--ignore-missing", "--format=%H %s", "--end-of-options", *commits)
+            if commits
+            else ""
+        )
+    except AnalysisError:  # no repository, or not theirs
+        return {}
+    by_commit = dict(line.partition(" ")[::2] for line in told.splitlines())
+    return {name: subject for name in commits for commit, subject in by_commit.items() if commit.startswith(name)}
 
 
 def read_order(path: Path) -> list[str]:
@@ -74,6 +171,9 @@ def _name(path: Path, run: tuple[Path, ...], order: Sequence[str], engines: set[
     for listed in (str(path), path.name, path.stem):
         if listed in order:
             return listed
+    for listed in order:  # as kept by a bisection
+        if path.name.rpartition("-")[0] == folder_name(listed):
+            return listed
     versions = []
     for trace in run:
         with TraceReader(trace) as reader:
@@ -84,18 +184,13 @@ def _name(path: Path, run: tuple[Path, ...], order: Sequence[str], engines: set[
         raise AnalysisError(
             f"{path}: traces of several versions, {', '.join(sorted(set(versions)))}; name them one by one"
         )
-    if not versions[0]:
-        raise AnalysisError(f"{path}: its header names no engine version; put the files in order with --order FILE")
     return versions[0]
 
 
 def _ordered(runs: dict[str, list[tuple[Path, ...]]], order: Sequence[str]) -> list[str]:
-    if order:
-        unknown = sorted(set(runs) - set(order))
-        if unknown:
-            raise AnalysisError(f"--order does not say where {', '.join(unknown)} belongs")
-        return [name for name in order if name in runs]
-    try:
+    if not order:
         return sorted(runs, key=Version)
-    except InvalidVersion as error:
-        raise AnalysisError(f"{error}: versions cannot be ordered; say how with --order FILE") from None
+    unknown = sorted(set(runs) - set(order))
+    if unknown:
+        raise AnalysisError(f"--order does not say where {', '.join(unknown)} belongs")
+    return [name for name in order if name in runs]

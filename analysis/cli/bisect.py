@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,15 +13,16 @@ import click
 
 from ...recorder.cli.program import EXIT_FAILED, GivenPath
 from ..errors import AnalysisError
-from . import say, say_error
+from . import errors_end, say, say_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from click.shell_completion import CompletionItem
 
     from ..bisect.bisection import Bisection, Report
     from ..bisect.criteria import Criterion
+    from ..bisect.search import BisectVerdict
 
 MAX_SHOWN: Final = 12
 
@@ -31,6 +33,13 @@ docs/guide/bisect.md says more.
 """
 
 _SAVED_EPILOG = f"""\b
+Commands:
+  kvcanary bisect TRACES...  over saved traces, as described here
+  kvcanary bisect run        record the versions that are asked for: kvcanary bisect run --help
+  kvcanary bisect log        show what a bisection by `run` has tried
+  kvcanary bisect reset      forget it, and have git check out what was there before
+
+\b
 Examples:
   kvcanary bisect traces/*.arrow
       saved traces of many engine versions: which version was the first with a violation?
@@ -40,6 +49,8 @@ Examples:
       the first version that differs from a good trace of the same prompts
   kvcanary bisect --order commits.txt v1/ v2/ v3/
       a folder is one run: its ranks, or a prefill and a decode side
+  kvcanary bisect --finding slot_leaked builds/
+      what kvcanary bisect run --keep builds has kept, by another criterion
   kvcanary bisect run --good 0.5.16 --bad 0.5.23 --versions 0.5.16,0.5.18,0.5.20,0.5.23 -- ./record.sh {{version}} {{out}}
       record each version when its turn comes; see kvcanary bisect run --help
 
@@ -62,7 +73,8 @@ Examples:
       a fault that shows now and then
 
 \b
-Interrupted, the same command goes on where it was: trials stand in the log.
+Interrupted, the same command goes on where it was: trials stand in the log, which kvcanary bisect log shows and kvcanary bisect
+reset removes.
 
 {_EXIT_CODES}"""
 
@@ -73,7 +85,7 @@ class _BisectGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
             args = ["--help"]
-        return super().parse_args(ctx, args if not args or args[0] == "run" else ["saved", *args])
+        return super().parse_args(ctx, args if args and args[0] in ("run", "log", "reset") else ["saved", *args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         saved = self.commands["saved"]
@@ -85,6 +97,15 @@ class _BisectGroup(click.Group):
                 found = traces.shell_complete(of_saved, incomplete)
         known = [item for item in super().shell_complete(ctx, incomplete) if item.value != "saved"]
         return known + [item for item in found if item.value not in {one.value for one in known}]
+
+
+_log_option = click.option(
+    "--log",
+    type=GivenPath(dir_okay=False),
+    default=Path(".kvcanary", "bisect.jsonl"),
+    show_default=True,
+    help="Trials done, to go on from.",
+)
 
 
 def _criterion_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +157,9 @@ def saved_command(
         from ..bisect.log import VerdictCache
         from ..bisect.versions import read_order, read_versions
 
-        versions = read_versions(traces, read_order(order) if order else ())
+        versions, said = read_versions(traces, read_order(order) if order else ())
+        if said:
+            say_error(said, kind="note: ")
         kept = VerdictCache(None if no_cache else cache or user_cache() / "bisect")
         return bisect_saved(versions, criterion, kept, rule=options["vote"], report=report)
 
@@ -152,13 +175,7 @@ def saved_command(
 )
 @click.option("--tries", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of a version at most.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for one run.")
-@click.option(
-    "--log",
-    type=GivenPath(dir_okay=False),
-    default=Path("kvcanary-bisect.jsonl"),
-    show_default=True,
-    help="Trials done, to go on from.",
-)
+@_log_option
 @click.option("--fresh", is_flag=True, help="Begin anew, over an older log.")
 @click.option("--keep", type=GivenPath(file_okay=False), help="Keep the traces in this folder.")
 @_criterion_options
@@ -181,6 +198,7 @@ def run_command(
         from ..bisect.bisection import bisect_run
         from ..bisect.log import BisectLog
         from ..bisect.trial import Command, listed_versions
+        from ..bisect.versions import checked_out
 
         if timeout is not None and not math.isfinite(timeout):
             raise click.UsageError(
@@ -194,7 +212,7 @@ def run_command(
             names,
             Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
             criterion,
-            BisectLog(log, about),
+            BisectLog(log, about, checked_out() if versions is None else ""),
             tries=tries,
             rule=options["vote"],
             report=report,
@@ -203,16 +221,65 @@ def run_command(
     _finish(bisect, options, anew="--fresh")
 
 
+@bisect_command.command("log")
+@_log_option
+@click.option("--json", "as_json", is_flag=True, help="Print the lines of the log as a list.")
+def log_command(log: Path, as_json: bool) -> None:
+    """Show what a bisection has tried, in its order."""
+    from ..bisect.log import read_log
+    from ..bisect.versions import subjects
+
+    with errors_end():
+        lines = read_log(log)
+    if as_json:
+        click.echo(json.dumps(lines, indent=2))
+        return
+    if not lines:
+        say(f"{log}: no bisection by kvcanary bisect run here")
+        return
+    about, named = lines[0].get("bisect", {}), subjects(str(line.get("version")) for line in lines[1:])
+    say(f"{len(about['versions'])} versions, by {shlex.join(about['command'])}")
+    for line in lines[1:]:
+        verdict, version = line["judgement"], str(line["version"])
+        say(f"{verdict['outcome']:5s}{_label(version, named)}   {line['seconds']:.1f} s   {verdict['words']}")
+
+
+@bisect_command.command("reset")
+@_log_option
+def reset_command(log: Path) -> None:
+    """Forget what a bisection has tried; have git check out what was there when it began, if its versions were git's."""
+    from ..bisect.log import read_log
+    from ..bisect.versions import checked_out, git
+
+    with errors_end(OSError):
+        lines = read_log(log)
+        head = str(lines[0].get("head", "")) if lines else ""
+        if head and head != checked_out():
+            git("checkout", "-q", head, "--")
+            say(f"checked out {head}")
+        log.unlink(missing_ok=True)
+    say(f"{log}: {'removed' if lines else 'there was none'}")
+
+
+def _label(version: str, named: Mapping[str, str]) -> str:
+    """Return a version as it is shown: a commit short, with its subject."""
+    return f"{version[:12]} ({named[version]})" if version in named else version
+
+
 def _finish(bisect: Callable[[Criterion, Report], Bisection], options: dict[str, Any], *, anew: str) -> None:
     """Bisect, print what came of it, and exit; `anew` is the option by which verdicts from before do not count."""
     from ..bisect.bisection import make_criterion
+    from ..bisect.versions import subjects
+
+    def report(version: str, one: BisectVerdict) -> None:
+        say(f"{one.mark.value:5s}{_label(version, subjects([version]))}   {one.words}", err=as_json)
 
     as_json = options["as_json"]
     asked = {kind: options[kind] for kind in ("incident", "finding", "reference", "sql")}
     try:
         criterion = make_criterion(asked, kv=not options["no_kv"], kv_tolerance=options["kv_tolerance"])
         criterion.check()
-        found = bisect(criterion, lambda version, one: say(f"{one.mark.value:5s}{version}   {one.words}", err=as_json))
+        found = bisect(criterion, report)
     except AnalysisError as error:
         if as_json:
             click.echo(json.dumps({"exit_code": EXIT_FAILED, "error": str(error)}, indent=2))
@@ -228,21 +295,25 @@ def _finish(bisect: Callable[[Criterion, Report], Bisection], options: dict[str,
 
 def _lines(found: Bisection, anew: str) -> list[str]:
     from ...replayer.cli.incident_blocks import count_of
+    from ..bisect.versions import subjects
 
     cached = f", {count_of(found.cached, 'verdict')} from before ({anew} judges anew)" if found.cached else ""
     asked = f"{len(found.search.judged)} of {len(found.versions)} versions"
     lines = ["", f"judged  {asked} by {found.criterion.words()}{cached}"]
+    named = subjects(found.versions)
     if found.first_bad is not None:
-        lines.append(f"FOUND   {found.first_bad} is the first bad version")
+        lines.append(f"FOUND   {_label(found.first_bad, named)} is the first bad version")
     elif found.candidates:
-        shown = ", ".join(found.candidates[:MAX_SHOWN])
+        shown = ", ".join(_label(name, named) for name in found.candidates[:MAX_SHOWN])
         more = f" and {len(found.candidates) - MAX_SHOWN} more" if len(found.candidates) > MAX_SHOWN else ""
         lines.append(f"SKIPS   the first bad version is one of {shown}{more}: those between could not be judged")
     else:
         lines.append(f"NONE    {found.search.problem}")
     if found.search.good >= 0 and found.candidates:
-        lines.append(f"        the last good one is {found.versions[found.search.good]}")
+        lines.append(f"        the last good one is {_label(found.versions[found.search.good], named)}")
+    if found.doubt:
+        lines.append(f"doubt   {found.doubt}")
     if found.evidence is not None and found.search.bad >= 0:
-        lines.append(f"there   {found.versions[found.search.bad]}: {found.evidence.words}")
+        lines.append(f"there   {_label(found.versions[found.search.bad], named)}: {found.evidence.words}")
         lines.append(f"next    {found.reproduce}")
     return lines

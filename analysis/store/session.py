@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -22,8 +23,23 @@ ROWS_PER_BATCH = 100_000
 MEMORY_LIMIT: Final = "4GB"  # of a query; what does not fit is spilled
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """A relation of a session, as `report.violations`."""
+
+    session: "SqlSession"
+    name: str
+
+    def lazy(self) -> "pl.LazyFrame":
+        """Return a lazy Polars frame, which asks DuckDB for the rows and columns that are used; see `SqlSession.lazy`."""
+        return self.session.lazy(f"from {self.name}")
+
+
 class SqlSession:
-    """SQL over `sources`, traces and reports; a context manager. `stored`: it answers from report.duckdb."""
+    """SQL over `sources`, traces and reports; a context manager. `stored`: it answers from report.duckdb.
+
+    Each relation is an attribute: `report.violations.lazy()` is a Polars frame.
+    """
 
     def __init__(
         self, connection: Any, sources: Sequence[Source], resources: ExitStack, *, stored: bool, states: FileStates
@@ -65,12 +81,30 @@ class SqlSession:
 
     def polars(self, query: str) -> "pl.DataFrame":
         """Run SQL and return the last statement's rows as a Polars frame; raise `SqlError`, `AnalysisError` without polars."""
-        try:
-            import polars as pl
-        except ModuleNotFoundError:
-            raise AnalysisError("polars is not installed: pip install 'kvcanary[replay]'") from None
+        pl = _polars()
         frame = pl.from_arrow(self.sql(query))
         return frame if isinstance(frame, pl.DataFrame) else frame.to_frame()
+
+    def __getattr__(self, name: str) -> "Relation":
+        if name in BASE or ("views", name) in DERIVED:
+            return Relation(session=self, name=name)
+        raise AttributeError(f"no relation {name!r}; relations() lists them")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *BASE, *(name for folder, name in DERIVED if folder == "views")]
+
+    def lazy(self, query: str) -> "pl.LazyFrame":
+        """Return a query's rows as a lazy Polars frame. From report.duckdb it reads what is used, else everything at once.
+
+        Raises `SqlError`, and `AnalysisError` without polars.
+        """
+        if not self.stored:  # what was opened belongs to this connection, which does one thing at a time
+            return self.polars(query).lazy()
+        _polars()
+        try:
+            return self._connection.cursor().sql(query).pl(lazy=True)
+        except duckdb.Error as error:
+            raise SqlError(str(error)) from None
 
     def relations(self) -> dict[str, str]:
         """Return the library's relations and macros with their descriptions."""
@@ -97,6 +131,14 @@ class SqlSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _polars() -> Any:
+    try:
+        import polars as pl
+    except ModuleNotFoundError:
+        raise AnalysisError("polars is not installed: pip install 'kvcanary[replay]'") from None
+    return pl
 
 
 def open_report(

@@ -262,6 +262,31 @@ def test_wrong_files(tmp_path, report):
         open_report(folder)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_every_relation_is_a_lazy_frame(report, stored):
+    folder = report("table_swap")
+    if stored:
+        with open_report(folder) as session:
+            build_store(session.sources[0])
+    with open_report(folder) as session:
+        assert session.stored == stored
+        names = sorted(set(dir(session)) & set(session.relations()))
+        assert {"violations", "forwards", "damage", "slot_writes"} <= set(names)
+        for name in names:
+            expected = session.sql(f"from {name}")
+            frame = getattr(session, name).lazy()
+            assert frame.collect_schema().names() == expected.column_names
+            assert frame.select(expected.column_names[0]).collect().height == expected.num_rows
+        bad, every = session.violations.lazy(), session.forwards.lazy()
+        both = bad.filter(slot=608).join(every, on="forward").collect()  # two queries at once
+        assert set(both["request"]) == {"long"}
+        assert session.lazy("from slot_history(608)").collect().height == 3
+        with pytest.raises(AttributeError, match="no relation 'violation'"):
+            session.violation  # noqa: B018
+        with pytest.raises(SqlError):
+            session.lazy("from nonsense").collect()
+
+
 def test_answers_as_arrow_and_polars(report):
     with open_report(report("table_swap")) as session:
         frame = session.polars("select mode, count(*) as n from forwards group by mode order by mode")

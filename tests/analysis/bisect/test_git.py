@@ -39,7 +39,7 @@ def test_kvcanary_bisect_run(repository, tmp_path, monkeypatch):
     folder, commits = repository
     git(folder, "worktree", "add", "-q", "--detach", str(tmp_path / "tree"), commits[0])
     command = f"git checkout -q {{version}} && {shlex.quote(sys.executable)} engine.py {{trace}}"
-    words = ["run", "--json", "--log", str(tmp_path / "log"), "--keep", str(tmp_path / "traces")]
+    words = ["run", "--json", "--keep", str(tmp_path / "traces")]
     words += ["--good", commits[0], "--bad", commits[-1], "--", "sh", "-c", command]
     monkeypatch.chdir(tmp_path / "tree")
     done = CliRunner().invoke(bisect_command, words)
@@ -56,6 +56,18 @@ def test_kvcanary_bisect_run(repository, tmp_path, monkeypatch):
     assert kept.is_file()
     assert found["reproduce"] == f"kvcanary-replay {kept}"
     # All trials stand in the log: the same command again runs nothing.
-    before = (tmp_path / "log").read_text()
+    log = Path(".kvcanary", "bisect.jsonl")
+    before = log.read_text()
     assert json.loads(CliRunner().invoke(bisect_command, words).stdout)["cached"] == len(outcomes)
-    assert (tmp_path / "log").read_text() == before
+    assert log.read_text() == before
+    told = CliRunner().invoke(bisect_command, ["log"]).stdout
+    assert f"bad  {found['first_bad'][:12]} (Revision 19)" in told
+    assert (
+        f"FOUND   {found['first_bad'][:12]} (Revision 19)"
+        in CliRunner().invoke(bisect_command, [*words[:1], *words[2:]]).stdout
+    )
+    # git is none the wiser, and back where it was.
+    assert git(tmp_path / "tree", "status", "--porcelain") == ""
+    assert CliRunner().invoke(bisect_command, ["reset"]).exit_code == 0
+    assert git(tmp_path / "tree", "rev-parse", "HEAD").strip() == commits[0]
+    assert not log.exists()

@@ -203,7 +203,14 @@ def test_kept_traces_show_it_and_older_ones_are_not_judged_along(engine):
     older = kept / "v4-1" / "rank0"
     older.mkdir(parents=True)
     shutil.copy(DATA / "table_swap.arrow", older / "trace.arrow")
+    engine.do(v6="skip")
     assert engine.bisect("--keep", str(kept), code=0)["reproduce"] == f"kvcanary-replay {kept}/v5-1/trace.arrow"
+    # What was kept can be bisected again, as a folder or as what lies in it, and knows its order.
+    assert not (kept / "v6-1").exists()
+    for paths in ([kept], sorted(kept.iterdir())):
+        done = CliRunner().invoke(bisect_command, ["--json", "--no-cache", *map(str, paths)])
+        again = json.loads(done.stdout)
+        assert (again["first_bad"], again["versions"]) == ("v5", ["v1", "v4", "v5", "v8"]), done.stderr
 
 
 def test_versions_whose_names_are_no_file_names_are_kept_apart(engine):
@@ -214,6 +221,14 @@ def test_versions_whose_names_are_no_file_names_are_kept_apart(engine):
     command = ["sh", "-c", script, "{version}", "{trace}"]
     assert engine.bisect("--keep", str(kept), **some, command=command, code=0)["first_bad"] == long
     assert len(list(kept.glob("*/trace.arrow"))) == 3
+
+
+def test_a_fault_that_shows_now_and_then_is_said_to_be_one(engine):
+    assert "--tries 3 --vote any" in engine.bisect(code=0)["doubt"]
+    engine.do(v5="good bad good")
+    found = engine.bisect("--fresh", "--tries", "3", "--vote", "any", code=0)
+    assert found["first_bad"] == "v5"
+    assert found["doubt"].startswith("the fault shows now and then: v5")
 
 
 def test_thousands_of_versions(engine):
