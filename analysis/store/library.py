@@ -21,10 +21,10 @@ BASE: Final = (
 )
 # Views and macros, each after those that it builds on: a view is bound when it is made.
 _ORDER: Final = """
-views/slot_writes macros/lifetimes_between views/slot_lifetimes views/violation_forwards views/damage
+views/slot_writes views/table_entries macros/lifetimes_between views/slot_lifetimes views/violation_forwards views/damage
 views/damage_forwards views/first_damage views/incident_violations views/incident_findings views/incident_requests
 views/chunks views/lost macros/slot_history macros/slot_owner macros/request_timeline macros/neighbours
-macros/first_bad_forward macros/blast_radius
+macros/first_bad_forward macros/blast_radius macros/block_table macros/table_diff macros/readers macros/freed_by
 """
 DERIVED: Final = tuple((folder, name) for folder, _, name in (path.partition("/") for path in _ORDER.split()))
 _TYPES: Final = {
@@ -81,14 +81,21 @@ def sql_file(folder: str, name: str) -> SqlFile:
 def relation_statements(*, stored: bool) -> list[str]:
     """Return the statements that make the whole library, tables for the base where it is stored."""
     kind = "table" if stored else "view"
-    statements = [f"create {kind} {name} as\n{sql_file('base', name).sql}" for name in BASE]
+    statements = [f"create {kind} {name} as\n{_trace_last(sql_file('base', name).sql)}" for name in BASE]
     return [*statements, *derived_statements()]
+
+
+def _trace_last(sql: str) -> str:
+    """Move the column that is the same everywhere, where one trace is asked, behind all others."""
+    return f"select * exclude (trace), trace from (\n{sql}\n)"
 
 
 def derived_statements() -> list[str]:
     """Return the statements that make views and macros over the base."""
     return [
-        f"create view {name} as\n{sql_file(folder, name).sql}" if folder == "views" else sql_file(folder, name).sql
+        f"create view {name} as\n{_trace_last(sql_file(folder, name).sql)}"
+        if folder == "views"
+        else sql_file(folder, name).sql
         for folder, name in DERIVED
     ]
 

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.dataset
 import pyarrow.fs
 
@@ -47,12 +48,16 @@ HEADER_SCHEMAS: Final[dict[str, pa.Schema]] = {
         "bytes_per_token bigint, capture_bytes bigint, origin varchar"
     ),
     "_tables": table_schema("trace varchar, table_index bigint"),
+    "_request_names": table_schema("trace varchar, request_id bigint, name varchar"),
     "_gaps": table_schema("trace varchar, after_event bigint, missing_events bigint, kind varchar, reason varchar"),
     "_coverage": table_schema(
         "trace varchar, what varchar, name varchar, watched bigint, total bigint, share double, reason varchar, "
         "words varchar"
     ),
 }
+# A request whose name nobody told is called by its id; nobody has no name.
+_REQUEST_NAME: Final = """create or replace temp macro request_name(name, id) as
+    case when id >= 0 then coalesce(nullif(name, ''), id::varchar) end"""
 _KINDS: Final = {pa.utf8(): str, pa.int64(): int, pa.float64(): float}
 
 
@@ -174,6 +179,9 @@ def make_raw_relations(
             states |= scan.states
             events.append((source.name, f"raw_events_{number}"))
             found = header_rows(source.name, source.trace, scan.header, complete=scan.complete, gaps=scan.gaps)
+            found["_request_names"] = [
+                {"trace": source.name, "request_id": request, "name": name} for request, name in scan.names.items()
+            ]
         found["_coverage"] = coverage_rows(source.name, source.summary or {})
         for name, new in found.items():
             rows[name] += new
@@ -196,6 +204,9 @@ def make_raw_relations(
     for name in _INCIDENT_FILES:
         paths = [(source, quoted(str(folder / f"{name}.parquet"))) for source, folder in fitting]
         _union(connection, f"raw_{name}", [(source, f"read_parquet({path})") for source, path in paths], f"_no_{name}")
+    connection.execute(_REQUEST_NAME)
+    # DuckDB takes a trace for a few rows, and would hold it in memory to join it with the names of its requests.
+    connection.execute("set disabled_optimizers = 'build_side_probe_side'")
     names = (*_REPORT_FILES, *_INCIDENT_FILES)
     return [str(folder / f"{name}.parquet") for folder in plain.values() for name in names], states
 
@@ -268,6 +279,7 @@ class TraceScan:
     states: FileStates
     complete: bool
     gaps: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)  # of requests, as the engine told them
 
 
 def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
@@ -281,11 +293,15 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
         stream = SegmentStream(files)
         schema: pa.Schema | None = None
         gaps = []
+        names: dict[int, str] = {}
         for item in stream.stream():
             if isinstance(item, TraceGap):
                 gaps.append({key: getattr(item, key) for key in ("after_event", "missing_events", "kind", "reason")})
             else:
                 schema = schema or item.record_batch.schema
+                told = item.record_batch.select(["kind", "request_id", "name"])
+                told = told.filter(pa.compute.equal(told["kind"], "request"))
+                names |= zip(told["request_id"].to_pylist(), told["name"].to_pylist(), strict=True)
         paths = list(files)
         if gaps or not stream.complete or any(map(_others_may_change, files)):
             folder = Path(resources.enter_context(private_folder()))
@@ -296,7 +312,9 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
         plain = [str(plain_path(path, resources)) for path in paths]
         # Not mapped: a file that is cut short during a query would end the process.
         events = pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=False))
-        return TraceScan(header=stream.header, events=events, states=states, complete=stream.complete, gaps=gaps)
+        return TraceScan(
+            header=stream.header, events=events, states=states, complete=stream.complete, gaps=gaps, names=names
+        )
     except TraceError as error:
         raise AnalysisError(str(error)) from None
 

@@ -177,7 +177,7 @@ def _held_before(first: Rows, overall: Rows) -> str:
         now = list(dict.fromkeys(_holder(row) for row in first if row["at_the_damage"]))
         before = list(dict.fromkeys(_holder(row) for row in first if not row["at_the_damage"]))
         # Without a slot history a write says who wrote, and not who held the slot from then on.
-        verb = "last written by" if all(row["began"] == "write" for row in first) else "held by"
+        verb = "last written by" if any(row["began"] == "write" for row in first) else "held by"
         at_first = f"{verb} {' and '.join(now) or 'nobody'}; before that by {', '.join(before) or 'nobody'}"
     if not overall:
         return at_first

@@ -100,3 +100,38 @@ def lifetimes(path):
 def runs(view, prefix, *columns):
     """Zip the run columns of an event."""
     return zip(*(view.ints(f"{prefix}_{name}").tolist() for name in columns), strict=True)
+
+
+def table_and_readers(path):
+    """({forward: {(table, row, position): slot} as it leaves it}, {forward: [(group, slot, request, row, position) it reads]})."""
+    with TraceReader(path) as reader:
+        header = reader.header
+    table, luts, left, read = {}, [defaultdict(int) for _ in header.lut_lens], {}, {}
+    for view in read_trace(path):
+        values = iter(view.ints("lut_slots").tolist())
+        for index, start, count in runs(view, "lut", "index", "start", "count"):
+            luts[index].update((slot, next(values)) for slot in range(start, start + count))
+        values = iter(view.ints("table_slots").tolist())
+        for index, row, start, count in runs(view, "table", "index", "row", "start", "count"):
+            table.update(((index, row, start + i), next(values)) for i in range(count))
+        if view.kind != "forward":
+            continue
+        forward, reads, at = view.scalar("forward"), [], 0
+        ids, slots = view.ints("input_ids").tolist(), view.ints("out_cache_loc").tolist()
+        names = ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens")
+        batch = [one for one in zip(*(view.ints(name).tolist() for name in names), strict=True) if one[0]]
+        for row, request, prefix, _ in batch:
+            for number, group in enumerate(header.groups):
+                if group.runner != view.scalar("runner"):
+                    continue
+                for position in range(max(0, prefix - group.window) if group.window else 0, prefix):
+                    slot = table.get((group.table, row, position))
+                    slot = slot if group.lut < 0 or slot is None else luts[group.lut][slot]
+                    reads.append((number, slot, request, row, position))
+        for row, _, prefix, extend in batch:
+            for index in range(len(header.tables)):
+                for i in range(extend):
+                    table[index, row, prefix + i] = slots[index * len(ids) + at + i]
+            at += extend
+        left[forward], read[forward] = dict(table), reads
+    return left, read

@@ -223,3 +223,39 @@ def test_absurd_numbers_break_no_relation(tmp_path):
         for call in ("slot_history(3)", "slot_owner(3, 0)", "request_timeline(7)", "neighbours(3)"):
             session.sql(f"from {call}")
         assert session.sql("select count(*) as n from slot_lifetimes")["n"].to_pylist() == [61]  # slots 3 to 63
+
+
+def test_block_table_and_its_differences(session):
+    columns = "position, slot, how, forward, writer_forward, writer_request, token"
+    assert rows(session, f"select {columns} from block_table(9, 2)") == [
+        (0, 4, "changed", 2, 0, "o'neill", 100),
+        (1, 5, "changed", 2, 0, "o'neill", 101),
+        (2, 6, "changed", 2, 0, "o'neill", 102),
+        (3, 7, "changed", 2, 0, "o'neill", 103),
+        (4, 24, "written", 2, 2, "9", 200),
+    ]
+    assert rows(session, "select position, slot from block_table('o''neill', 0)") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert rows(session, "from block_table('nobody', 2)") == []
+    columns = "position, from_slot, to_slot, what, how, request, trace"
+    assert rows(session, f"select {columns} from table_diff('o''neill', 0, 1)") == [
+        (4, None, 8, "added", "written", "o'neill", "hand's"),
+        (5, None, 9, "added", "written", "o'neill", "hand's"),
+    ]
+    assert rows(session, "from table_diff(9, 2, 2)") == []
+
+
+def test_who_reads_a_slot_and_who_gave_it_back(session):
+    columns = "forward, request, position, since_forward, how"
+    assert rows(session, f"select {columns} from readers(5, 0, 9)") == [
+        (1, "o'neill", 1, 0, "written"),
+        (2, "9", 1, 2, "changed"),
+    ]
+    assert rows(session, f"select {columns} from readers(9, 0, 2, in_group := 1)") == [
+        (1, "o'neill", 1, 0, "written"),
+        (2, "9", 1, 2, "changed"),
+    ]
+    assert rows(session, "from readers(9, 0, 2)") == []  # written in forward 1, and read by nobody since
+    columns = "event, after_forward, what, request, writer_forward, writer_request, note"
+    assert rows(session, f"select {columns} from freed_by(9)") == [(8, 1, "free", "o'neill", 1, "o'neill", "finished")]
+    assert rows(session, f"select {columns} from freed_by(4)") == [(13, 2, "evict", None, 0, "o'neill", "")]
+    assert rows(session, "from freed_by(9, in_group := 1)") == []

@@ -2,6 +2,7 @@
 
 import pytest
 from kvcanary.analysis import open_traces
+from kvcanary.analysis.store.library import BASE, DERIVED
 from kvcanary.recorder.trace.reader import read_trace
 
 from ..support.places import DATA
@@ -216,3 +217,63 @@ def test_open_lifetimes_are_what_the_engine_holds_at_the_end(engines, name):
         )
     assert {slot for (slot,) in open_now} == held
     assert len(open_now) == len(held)
+
+
+@pytest.mark.parametrize("name", ["eagle", "sliding", "table_swap"])
+def test_block_tables_their_differences_and_who_reads_a_slot(name, engines, pair):
+    path = traces_of(engines, pair)[name]
+    left, read = model.table_and_readers(path)
+    _, batches = model.forwards(path)
+    lengths = {(forward, request): (row, prefix + extend) for forward, request, row, prefix, extend in batches}
+    ran = sorted(forward for forward, request in lengths if request == batches[len(batches) // 2][1])
+    request, early, late = batches[len(batches) // 2][1], ran[len(ran) // 3], ran[-1]
+
+    def table(forward):
+        row, length = lengths[forward, request]
+        kept = left[forward].items()
+        return {(index, position): slot for (index, r, position), slot in kept if r == row and position < length}
+
+    with open_traces(path) as session:
+        found = rows(session, f"select table_index, position, slot from block_table({request}, {late})")
+        assert {(index, position): slot for index, position, slot in found} == table(late)
+        before, after = table(early), table(late)
+        changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+        found = rows(
+            session, f"select table_index, position, from_slot, to_slot from table_diff({request}, {early}, {late})"
+        )
+        assert changed
+        assert sorted(found) == sorted((*key, before.get(key), after.get(key)) for key in changed)
+        for group in {entry[0] for entries in read.values() for entry in entries}:
+            slots = [entry[1] for entries in read.values() for entry in entries if entry[0] == group and entry[1]]
+            slot = max(slots, key=slots.count)  # what most read
+            expected = [
+                (forward, *entry[2:])
+                for forward, entries in read.items()
+                for entry in entries
+                if entry[:2] == (group, slot)
+            ]
+            columns = "forward, request_id, req_pool_idx, position"
+            found = rows(session, f"select {columns} from readers({slot}, 0, 1000000, in_group := {group})")
+            assert sorted(found) == sorted(expected)
+            middle = expected[len(expected) // 2][0]
+            found = rows(session, f"select {columns} from readers({slot}, {middle}, {middle}, in_group := {group})")
+            assert sorted(found) == sorted(one for one in expected if one[0] == middle)
+
+
+def test_every_request_id_has_its_name_beside_it_and_trace_comes_last(opened):
+    _, session = opened
+    names = dict(rows(session, "select request_id, name from requests"))
+    for name in [*BASE, *(name for folder, name in DERIVED if folder == "views")]:
+        columns = session.sql(f"from {name} limit 0").column_names
+        assert columns[-1] == "trace", name
+        if "request_id" not in columns:
+            continue
+        assert columns.index("request") == columns.index("request_id") + 1 or name in ("violations", "findings"), name
+    for name in ("tokens", "samples", "statuses", "slot_events"):
+        for request_id, request in rows(session, f"select distinct request_id, request from {name}"):
+            assert request == (names[request_id] if request_id is not None and request_id >= 0 else None), name
+    keywords = rows(session, "select keyword_name from duckdb_keywords() where keyword_category = 'reserved'")
+    found = rows(
+        session, "select column_name from information_schema.columns where table_name not like '\\_%' escape '\\'"
+    )
+    assert not {*keywords} & {*found}

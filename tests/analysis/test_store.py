@@ -34,6 +34,10 @@ MACRO_CALLS = [
     "neighbours(608)",
     "first_bad_forward()",
     "blast_radius()",
+    "block_table('long', 18)",
+    "table_diff('long', 16, 18)",
+    "readers(608, 0, 100)",
+    "freed_by(608)",
 ]
 
 

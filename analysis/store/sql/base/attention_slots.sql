@@ -24,8 +24,10 @@ spread as (
     from told
 )
 select
-    trace, event, forward, runner, pool_group, batch_index,
+    spread.trace, event, forward, runner, pool_group, batch_index,
     req_pool_indices[batch_index + 1] as req_pool_idx,
-    request_ids[batch_index + 1] as request_id,
+    request_ids[batch_index + 1] as request_id, request_name(told_names.name, request_ids[batch_index + 1]) as request,
     position, slot
 from spread
+left join _request_names as told_names
+    on told_names.trace = spread.trace and told_names.request_id = request_ids[batch_index + 1]

@@ -15,10 +15,11 @@ with batch as (
 )
 -- absurd lengths, of a damaged engine, must not overflow where they are added
 select
-    trace, forward, event, runner, mode, batch_index, request_id, req_pool_idx,
+    trace, forward, event, runner, mode, batch_index, request_id, request_name(name, request_id) as request, req_pool_idx,
     greatest(least(prefix_len, 1::bigint << 61), -1) as prefix_len,
     greatest(least(extend_len, 1::bigint << 61), -1) as extend_len,
     case when seq_len >= 0 then least(seq_len, 1::bigint << 61) end as attention_seq_len,
     case when query_len >= 0 then least(query_len, 1::bigint << 61) end as attention_query_len
 from batch
+left join _request_names using (trace, request_id)
 where req_pool_idx <> 0

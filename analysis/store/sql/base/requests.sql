@@ -25,6 +25,7 @@ last_told as (
 )
 select
     trace, request_id,
+    coalesce(nullif(told.name, ''), request_id::varchar) as request,
     coalesce(nullif(told.name, ''), request_id::varchar) as name,
     coalesce(told.prompt_len, -1) as prompt_len,
     coalesce(told.room, -1) as room,

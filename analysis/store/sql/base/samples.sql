@@ -18,7 +18,7 @@ spread as (
         unnest(sampled_tokens) as token
     from told
 )
-select spread.trace, spread.event, spread.forward, batch.request_id, spread.number, spread.token
+select spread.trace, spread.event, spread.forward, batch.request_id, batch.request, spread.number, spread.token
 from spread
 left join forward_requests as batch using (trace, forward, batch_index)
 where spread.batch_index is not null

@@ -10,6 +10,7 @@ with told as (
     from raw_events
     where kind in ('alloc', 'free', 'evict')
 )
-select told.*, events.last_forward, events.next_forward
+select trace, event, told.kind, told.status, told.request_id, events.request, req_pool_idx, told.note, pool_group, slot_start,
+    slot_count, events.last_forward, events.next_forward
 from told
 join events using (trace, event)

@@ -2,7 +2,7 @@
 -- table's. A token whose entry is 0 has no slot there and is left out.
 select
     tokens.trace, pool_groups.pool_group, lut_changes.swa_slot as slot, tokens.slot as full_slot, tokens.event,
-    tokens.forward, tokens.request_id, tokens.position, tokens.token
+    tokens.forward, tokens.request_id, tokens.request, tokens.position, tokens.token
 from tokens
 join pool_groups using (trace, runner, table_index)
 asof join lut_changes

@@ -20,8 +20,8 @@ spread as (
     from told
 ),
 readers as (
-    select trace, event, req_pool_idx, min(request_id) as request_id from forward_requests group by all
+    select trace, event, req_pool_idx, min(request_id) as request_id, arg_min(request, request_id) as request from forward_requests group by all
 )
-select spread.*, readers.request_id
+select spread.*, readers.request_id, readers.request
 from spread
 left join readers using (trace, event, req_pool_idx)

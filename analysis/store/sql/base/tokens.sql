@@ -28,6 +28,8 @@ spread as (
     from batch
     join _tables using (trace)
 )
-select trace, event, forward, runner, mode, table_index, request_id, req_pool_idx, table_position, position, token, slot
+select trace, event, forward, runner, mode, table_index, request_id, request_name(name, request_id) as request, req_pool_idx,
+    table_position, position, token, slot
 from spread
+left join _request_names using (trace, request_id)
 where request_id is not null and slot is not null

@@ -11,5 +11,7 @@ with told as (
     from raw_events
     where kind = 'transfer'
 )
-select * exclude (before, start_position), least(start_position, 1::bigint << 61) + least(before, 1::bigint << 61) as position
+select trace, event, forward, direction, status, room, request_id, request_name(name, request_id) as request, pool_group,
+    slot_start, slot_count, run, least(start_position, 1::bigint << 61) + least(before, 1::bigint << 61) as position
 from told
+left join _request_names using (trace, request_id)

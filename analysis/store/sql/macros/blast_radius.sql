@@ -26,10 +26,10 @@ by_forward as (
     from (select distinct trace, request_id, forward from chosen)
     group by trace, request_id
 )
-select trace, nullif(request_id, -1) as request_id, any_value(request) as request, min(first_forward) as first_forward,
+select nullif(request_id, -1) as request_id, any_value(request) as request, min(first_forward) as first_forward,
     max(last_forward) as last_forward, any_value(forwards) as forwards,
     count(distinct pool_group * (1::bigint << 40) + slot) as slots, sum(found)::bigint as found,
-    string_agg(distinct what, ', ' order by what) as kinds
+    string_agg(distinct what, ', ' order by what) as kinds, trace
 from by_slot
 join by_forward using (trace, request_id)
 group by trace, by_slot.request_id

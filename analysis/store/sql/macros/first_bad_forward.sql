@@ -8,7 +8,7 @@ ordered as (
     from damage
     join begun using (trace, forward)
 )
-select trace, forward, mode, what, request, pool_group, slot, position, found
+select forward, mode, what, request, pool_group, slot, position, found, trace
 from ordered
 where place = 1
 order by trace

@@ -12,9 +12,9 @@ bad as (
     where damage.pool_group = in_group and slot between which_slot - reach and which_slot + reach
     group by all
 )
-select trace, slot, slot - which_slot as distance, w.forward as written_in, w.request_id as request_id,
+select slot, slot - which_slot as distance, w.forward as written_in, w.request_id as request_id,
     requests.name as request, w.position as position, w.token as token, coalesce(bad.found, 0) as found,
-    bad.first_bad_forward
+    bad.first_bad_forward, trace
 from written
 full join bad using (trace, slot)
 left join requests on requests.trace = trace and requests.request_id = w.request_id

@@ -1,7 +1,7 @@
 -- request_timeline(request): a request's life by its id or its name: told events, forwards, and what was found in each.
 create or replace macro request_timeline(which_request) as table
 with chosen as (
-    select trace, request_id from requests
+    select trace, request_id, request from requests
     where request_id::varchar = which_request::varchar or name = which_request::varchar
 ),
 bad as (
@@ -10,7 +10,7 @@ bad as (
     semi join chosen using (trace, request_id)
     group by all
 )
-select life.trace, life.request_id, life.event, life.forward, what, detail
+select life.request_id, chosen.request, life.event, life.forward, what, detail, life.trace
 from (
     select trace, request_id, event, null::bigint as forward, 'arrived' as what, concat('prompt of ', prompt_len) as detail
     from requests
@@ -33,5 +33,5 @@ from (
     select trace, request_id, event, forward, concat(direction, ' ', status), concat(num_slots, ' slots, room ', room)
     from transfers
 ) as life
-semi join chosen using (trace, request_id)
+join chosen using (trace, request_id)
 order by life.trace, life.event

@@ -1,8 +1,9 @@
 -- slot_history(slot, in_group := 0): all that happened to a slot, in order: writes, allocations, frees, copies,
 -- transfers, sweeps, changes without a write, and what the replay found. The slot is in the group's own numbering.
 create or replace macro slot_history(which_slot, in_group := 0) as table
-select history.trace, history.event, coalesce(history.forward, events.last_forward) as forward, history.what,
-    nullif(history.request_id, -1) as request_id, requests.name as request, history.position, history.token, history.detail
+select history.event, coalesce(history.forward, events.last_forward) as forward, history.what,
+    nullif(history.request_id, -1) as request_id, requests.name as request, history.position, history.token, history.detail,
+    history.trace
 from (
     select trace, event, forward, 'written' as what, request_id, position, token, '' as detail
     from slot_writes

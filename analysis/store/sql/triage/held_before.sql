@@ -2,9 +2,8 @@
 -- section: first
 select
     lives.to_event is null or lives.to_event >= :event as at_the_damage,
-    lives.holder, requests.name as request, lives.began, lives.from_forward, lives.to_forward, lives.ended
+    lives.holder, lives.request, lives.began, lives.from_forward, lives.to_forward, lives.ended
 from lifetimes_between(:slot, :slot) as lives
-left join requests using (trace, request_id)
 where lives.pool_group = :pool_group and lives.from_event <= :event
 order by at_the_damage desc, lives.from_event desc
 limit 6

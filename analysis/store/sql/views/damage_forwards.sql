@@ -5,5 +5,5 @@ select
     req_pool_idx, expected_position as position, slot, stored_token, expected_token, writer_event, writer_forward,
     writer_request_id, writer_request, number, last_forward, num_forwards
 from violation_forwards
-union all
+union all by name
 select * from damage where source = 'finding'
