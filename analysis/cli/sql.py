@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.program import EXIT_FAILED, GivenPath
+from ...recorder.cli.program import EXIT_FAILED, GivenPath, console_for
 from ..errors import AnalysisError, SqlError
 from . import say, say_error, trace_option
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..store.session import SqlSession
     from ..store.sources import Source
 
-FORMATS = ("table", "csv", "json", "parquet", "arrow")
+FORMATS = ("table", "tab", "csv", "json", "parquet", "arrow")
 
 _EPILOG = """\b
 Examples:
   kvcanary sql trace.arrow "select mode, count(*) from forwards group by mode"
   kvcanary sql trace.report
-      a prompt with history and completion; \\d lists what there is, \\q leaves
+      a prompt with history and completion; \\? helps, \\d lists what there is, \\q leaves
   kvcanary sql trace.report "from slot_history(4711)"
       all that happened to a slot
   kvcanary sql a.arrow b.arrow "select trace, count(*) from tokens group by trace"
@@ -44,9 +46,14 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Of the result.")
 @click.option("-f", "--file", "script", type=GivenPath(), help="Read SQL from a file; - is stdin.")
 @click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Write the result to a file.")
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(
-    "--rows", type=click.IntRange(min=0), default=100, show_default=True, help="Rows shown in a table; 0: all."
+    "--rows", type=click.IntRange(min=0), help="Rows shown in a table; 0: all. [default: 100 on a terminal, else all]"
 )
+@click.option(
+    "--width", type=click.IntRange(min=0), help="How wide a table may be; 0: any. [default: the terminal's, else any]"
+)
+@click.option("-x", "--expanded", is_flag=True, help="A line a value instead of a table.")
 @trace_option
 @click.option("--save", is_flag=True, help="First write report.duckdb into each report.")
 @click.option(
@@ -56,14 +63,15 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
     "--unlocked", is_flag=True, help="Let the SQL read and write files, load extensions and change DuckDB's settings."
 )
 def sql_command(
-    arguments: tuple[str, ...], form: str, script: Path | None, output: Path | None, **options: Any
+    arguments: tuple[str, ...], form: str, script: Path | None, output: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Ask traces and reports anything, in SQL.
 
     Nothing is imported: DuckDB reads the files where they lie, and unless --unlocked no others. A report beside a trace (trace.report beside
-    trace.arrow) goes with it. Without a query a prompt opens, or SQL is read from a pipe.
+    trace.arrow) goes with it. Without a query a prompt opens, or statements are read from a pipe.
     """
     paths, query = _split(arguments)
+    form = "json" if as_json else form
     if query is not None and script is not None:
         raise click.UsageError("a query and --file exclude one another")
     if form in ("parquet", "arrow") and output is None and sys.stdout.isatty():
@@ -97,6 +105,7 @@ def _run(
     from ..store.session import open_sources
     from ..store.sources import find_sources, named_in
     from ..store.store import build_store
+    from .prompt import View, converse, line_editing
 
     sources = find_sources([source for path in paths for source in named_in(path)], trace=options["trace"])
     if output is not None:
@@ -109,10 +118,33 @@ def _run(
     text = query if query is not None else _read_script(script)
     with open_sources(sources, use_store=not options["live"], unlocked=options["unlocked"]) as session:
         _tell_problems(sources, session)
+        screen = sys.stdout.isatty() and output is None
+        rows = options["rows"] if options["rows"] is not None else 100 * screen
+        width = options["width"] if options["width"] is not None else console_for(sys.stdout).width * screen
+        view = View(expanded=options["expanded"])
+
+        def show(query: str) -> None:
+            shown = {"max_rows": rows or None, "width": width or None, "expanded": view.expanded, "on_screen": screen}
+            _show(session, query, form, output, shown)
+
         if text is None:
-            _prompt(session, form, options["rows"])
+            if form in ("parquet", "arrow"):
+                raise click.UsageError(f"--format {form} goes with a query")
+            click.echo("\\? for help, \\d for what there is, \\q to leave")
+            with line_editing(session.words) as read:
+                converse(session, view, show=show, read=read, write=say)
+        elif form == "table" and output is None and query is None:
+            lines = iter(text.splitlines())
+            converse(session, view, show=show, read=lambda _: _next_line(lines), write=say, strict=True)
         elif text.strip():
-            _show(session, text, form, options["rows"], output)
+            show(text)
+
+
+def _next_line(lines: Iterator[str]) -> str:
+    line = next(lines, None)
+    if line is None:
+        raise EOFError
+    return line
 
 
 def _read_script(script: Path | None) -> str | None:
@@ -141,7 +173,7 @@ def _tell_problems(sources: list[Source], session: SqlSession) -> None:
             say(f"note: {row['trace']}: {lost_line(row)} (see losses and gaps)", err=True)
 
 
-def _show(session: SqlSession, query: str, form: str, rows: int, output: Path | None) -> None:
+def _show(session: SqlSession, query: str, form: str, output: Path | None, shown: dict[str, Any]) -> None:
     import pyarrow as pa
 
     from ..store.output import private_output, write_result
@@ -150,23 +182,13 @@ def _show(session: SqlSession, query: str, form: str, rows: int, output: Path | 
     try:
         if output is None:
             sys.stdout.flush()
-            write_result(reader, sys.stdout.buffer, form, max_rows=rows or None, on_screen=sys.stdout.isatty())
+            write_result(reader, sys.stdout.buffer, form, **shown)
             return
         with private_output(output) as sink:
-            write_result(reader, sink, form, max_rows=None)
+            write_result(reader, sink, form, **shown)
     except pa.ArrowException as error:
         raise SqlError(str(error)) from None
     except BrokenPipeError:
         raise
     except OSError as error:
         raise AnalysisError(f"{output or 'standard output'}: cannot be written ({error.strerror or error})") from None
-
-
-def _prompt(session: SqlSession, form: str, rows: int) -> None:
-    from .prompt import converse, line_editing
-
-    if form in ("parquet", "arrow"):
-        raise click.UsageError(f"--format {form} goes with a query")
-    click.echo("\\h for help, \\d for what there is, \\q to leave")
-    with line_editing(session.words):
-        converse(session, show=lambda query: _show(session, query, form, rows, None), read=input, write=click.echo)

@@ -17,18 +17,28 @@ import pyarrow.parquet as pq
 
 from ...recorder.errors import printable
 from ...recorder.files import partial_path
+from ...recorder.text_tables import cell_text, text_table
 from ..errors import AnalysisError
 
-FORMATS: Final = ("table", "csv", "json", "parquet", "arrow")
+FORMATS: Final = ("table", "tab", "csv", "json", "parquet", "arrow")
 BINARY_FORMATS: Final = ("parquet", "arrow")
+_ESCAPES: Final = {9: r"\t", 10: r"\n", 13: r"\r", 92: r"\\"}
 
 
 def write_result(
-    reader: pa.RecordBatchReader, sink: IO[bytes], form: str, *, max_rows: int | None, on_screen: bool = False
+    reader: pa.RecordBatchReader,
+    sink: IO[bytes],
+    form: str,
+    *,
+    max_rows: int | None = None,
+    width: int | None = None,
+    expanded: bool = False,
+    on_screen: bool = False,
 ) -> None:
     """Write a result to a binary stream in one of `FORMATS`.
 
-    A text table shows `max_rows`, None for all. `on_screen`: a terminal reads along, and nothing in a cell may steer it.
+    A text table shows `max_rows` and is at most `width` wide, None for no bound; `expanded`: a line a value instead.
+    `on_screen`: a terminal reads along, and nothing in a cell may steer it.
     Raise `OSError` if `sink` cannot be written, `pa.ArrowException` if the query failed under way.
     """
     if form in BINARY_FORMATS:
@@ -36,7 +46,9 @@ def write_result(
     else:
         text = io.TextIOWrapper(sink, encoding="utf-8", errors="backslashreplace", write_through=True)
         if form == "table":
-            _table(reader, text, max_rows)
+            _table(reader, text, max_rows, width, expanded)
+        elif form == "tab":
+            _tabs(reader, text)
         elif form == "csv":
             _csv(reader, text, printable if on_screen else str)
         else:
@@ -171,7 +183,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _table(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) -> None:
+def _table(
+    reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None, width: int | None, expanded: bool
+) -> None:
     names = reader.schema.names
     if not names:
         text.write("done\n")
@@ -182,10 +196,30 @@ def _table(reader: pa.RecordBatchReader, text: IO[str], max_rows: int | None) ->
         left = batch.num_rows if max_rows is None else max(0, max_rows - len(shown))
         shown += [dict(enumerate(row)) for row in _rows(batch.slice(0, left))] if left else []
         num_rows += batch.num_rows
-    for line in text_table(shown, list(range(len(names))), headings=names):
-        text.write(line + "\n")
+    lines = _expanded(shown, names) if expanded else text_table(shown, range(len(names)), headings=names, width=width)
+    text.writelines(f"{line}\n" for line in lines)
     hidden = f", {len(shown):,} shown; --rows 0 shows all" if len(shown) < num_rows else ""
     text.write(f"({num_rows:,} row{'' if num_rows == 1 else 's'}{hidden})\n")
+
+
+def _expanded(rows: Sequence[Mapping[int, Any]], names: Sequence[str]) -> list[str]:
+    """Return a line a value, with a line above each row that counts it."""
+    titles = [printable(name) for name in names]
+    longest = max(map(len, titles))
+    lines: list[str] = []
+    for number, row in enumerate(rows, 1):
+        lines.append(f"-- row {number} --")
+        lines += [f"{title:{longest}}  {cell_text(row[i])}".rstrip() for i, title in enumerate(titles)]
+    return lines
+
+
+def _tabs(reader: pa.RecordBatchReader, text: IO[str]) -> None:
+    r"""A line a row, cells apart by tabs; a tab, line break or backslash in a cell is written as \t, \n, \r, \\."""
+    text.write("\t".join(map(printable, reader.schema.names)) + "\n")
+    for batch in reader:
+        for row in _rows(batch):
+            cells = ("" if value is None else str(_flat(value)) for value in row)
+            text.write("\t".join(cell.translate(_ESCAPES) for cell in cells) + "\n")
 
 
 def _rows(batch: pa.RecordBatch) -> list[tuple[Any, ...]]:
@@ -200,43 +234,3 @@ def _flat(value: Any) -> Any:
 
 def _plain(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
-
-
-MAX_CELL = 60
-
-
-def text_table(
-    rows: Sequence[Mapping[Any, Any]],
-    columns: Sequence[str | int],
-    *,
-    headings: Sequence[str] | None = None,
-    indent: str = "",
-) -> list[str]:
-    """Return lines: the headings (default: the columns), a rule, and a line a row; numbers right, long cells cut."""
-    titles = [printable(str(title)) for title in headings or columns]
-    cells = [[cell_text(row[key]) for key in columns] for row in rows]
-    widths = [max([len(title), *(len(row[i]) for row in cells)]) for i, title in enumerate(titles)]
-    right = [_is_numeric([row[key] for row in rows]) for key in columns]
-
-    def line(values: Sequence[str]) -> str:
-        padded = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)]
-        return (indent + "  ".join(padded)).rstrip()
-
-    return [line(titles), indent + "  ".join("-" * width for width in widths), *(line(row) for row in cells)]
-
-
-def cell_text(value: Any) -> str:
-    """Return a value as one short line that cannot steer a terminal."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    text = printable(value.hex() if isinstance(value, bytes) else str(value))
-    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "..."
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    known = [value for value in values if value is not None]
-    return bool(known) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)

@@ -112,9 +112,12 @@ class SqlSession:
         return {name: sql_file(folder, name).description for folder, name in named}
 
     def words(self) -> list[str]:
-        """Return the names of relations, columns and macros, for completion."""
-        columns = self.sql("select distinct column_name from information_schema.columns where column_name[1] <> '_'")
-        return sorted({*self.relations(), *columns["column_name"].to_pylist()})
+        """Return the names of relations, columns and macros, and SQL's own words, for completion."""
+        named = self.sql(
+            "select column_name as word from information_schema.columns where column_name[1] <> '_' "
+            "union select keyword_name from duckdb_keywords() where keyword_category in ('reserved', 'type_function')"
+        )
+        return sorted({*self.relations(), *named["word"].to_pylist()})
 
     def interrupt(self) -> None:
         """Stop the running query."""

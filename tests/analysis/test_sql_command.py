@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import open_traces
-from kvcanary.analysis.cli.prompt import completion
+from kvcanary.analysis.cli.prompt import View, completions
 from kvcanary.analysis.cli.prompt import converse as answer_statements
 
 from ..support.commands import run
@@ -158,11 +158,53 @@ def test_sql_from_a_file_and_from_a_pipe(trace, tmp_path):
     assert json.loads(run("sql", trace, "--format", "json", stdin=script.read_text()).stdout) == expected
 
 
-def test_many_rows_are_cut_in_a_table_only(trace):
-    query = "select unnest(range(150)) as i"
-    assert "(150 rows, 100 shown; --rows 0 shows all)" in run("sql", trace, query).stdout
-    assert "(150 rows)" in run("sql", trace, query, "--rows", 0).stdout
+def test_nothing_is_cut_unless_it_is_asked_for(trace):
+    query = "select unnest(range(150)) as i, repeat('x', 200) || i as long"
+    assert "(150 rows, 100 shown; --rows 0 shows all)" in run("sql", trace, query, "--rows", 100).stdout
+    piped = run("sql", trace, query).stdout
+    assert "(150 rows)" in piped
+    assert f"{'x' * 200}149" in piped
     assert len(run("sql", trace, query, "--format", "csv").stdout.splitlines()) == 151
+    narrow = run("sql", trace, query, "--width", 30).stdout.splitlines()
+    assert max(map(len, narrow)) == 30
+    assert narrow[-2] == "149  xxxxxxxxxxx...xxxxxxxx149"
+    assert len({*narrow}) == len(narrow)
+
+
+def test_columns_that_do_not_fit_follow_with_their_rows_numbered(trace):
+    lines = run("sql", trace, "from tokens order by event, position", "--width", 60).stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    heads = [number for number, line in enumerate(lines) if line.startswith("#")]
+    assert len(heads) > 1
+    assert [lines[at + 2].split()[0] for at in heads] == ["1"] * len(heads)
+    names = {name for at in heads for name in lines[at].split()}
+    assert {"forward", "request", "slot", "trace"} <= names
+    expanded = run("sql", trace, "from tokens order by event, position limit 1", "-x").stdout.splitlines()
+    assert expanded[:2] == ["-- row 1 --", "event           3"]
+    assert expanded[-2:] == ["trace           trace", "(1 row)"]
+
+
+def test_tabs_and_json(trace):
+    query = """select 'a' || chr(9) || 'b' as x, null as y, [1, 2] as z, 'c\\d' as w"""
+    assert run("sql", trace, query, "--format", "tab").stdout == "x\ty\tz\tw\na\\tb\t\t[1, 2]\tc\\\\d\n"
+    assert json.loads(run("sql", trace, "select 1 as a", "--json").stdout) == [{"a": 1}]
+
+
+def test_a_pipe_may_hold_what_is_typed_at_a_prompt(trace):
+    done = run("sql", trace, stdin="select 1 as one;\n\\x\n\nselect 2\n  as two;\\\n".replace(";\\\n", ""))
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "one",
+        "-" * 3,
+        "  1",
+        "(1 row)",
+        "expanded is on",
+        "-- row 1 --",
+        "two  2",
+        "(1 row)",
+    ]
+    done = run("sql", trace, stdin="select 1 as one;\nnonsense;\nselect 3 as three;")
+    assert (done.returncode, "three" in done.stdout) == (2, False)
 
 
 def test_names_from_a_trace_cannot_steer_the_terminal(trace):
@@ -260,7 +302,7 @@ def converse(trace, *lines):
             said.append(session.sql(query).to_pylist())
 
         typist = Typist(*lines)
-        answer_statements(session, show=show, read=typist, write=said.append)
+        answer_statements(session, View(), show=show, read=typist, write=said.append)
     return said, typist.prompts
 
 
@@ -273,11 +315,28 @@ def test_the_prompt(trace):
 
 
 def test_the_prompt_is_interrupted_and_asked_what_there_is(trace):
-    said, _ = converse(trace, "select 1", KeyboardInterrupt, "select 3 as c;", r"\d", r"\d losses", r"\h")
+    said, _ = converse(trace, "select 1", KeyboardInterrupt, "select 3 as c;", r"\d", r"\d losses", r"\?")
     assert said[1] == [{"c": 3}]
     assert any(isinstance(line, str) and line.startswith("tokens ") for line in said)
-    assert [row["column_name"] for row in next(x for x in said[2:] if isinstance(x, list))][:2] == ["trace", "event"]
+    assert [row["column_name"] for row in next(x for x in said[2:] if isinstance(x, list))][:2] == ["event", "time_ns"]
     assert any("list relations" in str(line) for line in said)
+
+
+def test_an_error_is_one_clear_line(trace):
+    said, _ = converse(trace, "select", "nonsense from losses;", "from nowhere;", "select 1", "  2 3;")
+    assert said[0].startswith(
+        'Binder Error: Referenced column "nonsense" not found in FROM clause! Candidate bindings: '
+    )
+    assert said[1] == "Catalog Error: Table with name nowhere does not exist!"  # and nothing that only we know of
+    assert said[2] == 'Parser Error: syntax error at or near "2" (line 2)'
+
+
+def test_the_prompt_switches_how_answers_are_shown(trace):
+    said, _ = converse(trace, r"\x", r"\timing", "select 1 as a;", r"\timing off", r"\x on", r"\z")
+    assert said[:2] == ["expanded is on", "timing is on"]
+    assert said[3].endswith(" s")
+    assert said[4:6] == ["timing is off", "expanded is on"]
+    assert said[6].startswith(r"no command \z")
 
 
 def test_the_prompt_tells_what_a_macro_does(trace):
@@ -288,23 +347,35 @@ def test_the_prompt_tells_what_a_macro_does(trace):
 def test_completion_knows_every_relation_macro_and_column(trace):
     with open_traces(trace) as session:
         words = session.words()
-    assert {"incidents", "incident_requests", "incident_members", "blast_radius", "confidence", "sentence"} <= {*words}
+    assert {
+        "select",
+        "incidents",
+        "incident_requests",
+        "incident_members",
+        "blast_radius",
+        "confidence",
+        "sentence",
+    } <= {*words}
 
 
 def test_completion():
     words = ["forward", "forwards", "tokens"]
-    assert [completion(words, "FOR", i) for i in range(3)] == ["forward", "forwards", None]
-    assert completion(words, "t.tok", 0) == "t.tokens"
+    assert completions(words, "FOR") == [("forward", 3), ("forwards", 3)]
+    assert completions(words, "t.tok") == [("tokens", 3)]
 
 
 def test_the_prompt_on_a_terminal_keeps_its_history(trace, tmp_path):
     controller, terminal = pty.openpty()
     code = "from kvcanary.cli import kvcanary_main; kvcanary_main()"
-    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "dumb"}
+    environment = os.environ | {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+        "TERM": "xterm",
+    }
     process = subprocess.Popen([sys.executable, "-c", code, "sql", str(trace)], stdin=terminal, stdout=terminal,
                                stderr=terminal, env=environment)  # fmt: skip
     os.close(terminal)
-    os.write(controller, b"select 40 + 2 as answer;\n\\q\n")
+    os.write(controller, b"select 40\r + 2 as answer;\r\\q\r")
     said = b""
     while process.poll() is None or b"answer" not in said:
         try:
@@ -315,5 +386,5 @@ def test_the_prompt_on_a_terminal_keeps_its_history(trace, tmp_path):
     assert process.wait(60) == 0
     assert b"42" in said
     history = tmp_path / "state" / "kvcanary" / "sql_history"
-    assert "select 40 + 2 as answer;" in history.read_text()
+    assert "+select 40\n+ + 2 as answer;\n" in history.read_text()  # a statement of two lines is one in the history
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
