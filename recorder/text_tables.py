@@ -1,5 +1,6 @@
 """Tables as text that stay tables on a narrow terminal: names are cut in the middle, and no two become the same."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,3 +140,15 @@ def _distinct_width(texts: Sequence[str]) -> int:
 def _is_numeric(values: Sequence[Any]) -> bool:
     known = [value for value in values if value is not None]
     return bool(known) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
+
+
+def folded(line: str, width: int | None) -> list[str]:
+    """Return a line of words as lines of at most `width` (None: any), those behind the first set in; a command in it stays whole."""
+    if width is None or len(line) <= width:
+        return [line]
+    said, command, rest = line.partition("kvcanary")
+    if command:
+        inside = " " * (len(line) - len(line.lstrip()) + 4)
+        return [*folded(said.rstrip(), width), inside + command + rest] if len(said.strip()) > len("report") else [line]
+    inside = " " * min(len(line) - len(line.lstrip()) + 4, width // 3)
+    return textwrap.wrap(line, width, subsequent_indent=inside, break_long_words=False, break_on_hyphens=False)

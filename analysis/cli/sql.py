@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.program import EXIT_FAILED, GivenPath, console_for
+from ...recorder.cli.program import EXIT_FAILED, GivenPath, terminal_width
 from ..errors import AnalysisError, SqlError
 from . import say, say_error, trace_option
 
@@ -120,7 +120,7 @@ def _run(
         _tell_problems(sources, session)
         screen = sys.stdout.isatty() and output is None
         rows = options["rows"] if options["rows"] is not None else 100 * screen
-        width = options["width"] if options["width"] is not None else console_for(sys.stdout).width * screen
+        width = options["width"] if options["width"] is not None else terminal_width() if screen else None
         view = View(expanded=options["expanded"])
 
         def show(query: str) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...recorder.cli.program import terminal_width
 from ...recorder.errors import printable
+from ...recorder.text_tables import folded, text_table
 from ..errors import AnalysisError
 from . import errors_end, reports_argument, say_error, sources_named, trace_option
 
@@ -61,7 +63,8 @@ def triage_command(path: Path, incident: int | None, trace: Path | None, show_sq
                 answered.append(_to_json(source, found, asked))
                 continue
             for line in [*([""] if number else []), *_lines(source, found, asked, show_sql)]:
-                click.echo(line)
+                for part in folded(line, terminal_width()):
+                    click.echo(part)
     if as_json:
         several = path.is_dir() and answered[0]["report"] != str(path)
         click.echo(json.dumps(answered if several else answered[0], indent=2, default=str))
@@ -149,8 +152,6 @@ def _first_line(first: dict[str, Any] | None) -> list[str]:
 
 
 def _answer_lines(answers: list[Answer], show_sql: bool, *, rows: bool) -> list[str]:
-    from ..store.output import text_table
-
     lines = []
     for number, answer in enumerate(answers, 1):
         lines += [*([""] if rows else []), f"{number:2}  {answer.question}", f"    {_line(answer.words)}"]
@@ -159,7 +160,7 @@ def _answer_lines(answers: list[Answer], show_sql: bool, *, rows: bool) -> list[
             ("over all", answer.overall, answer.overall_columns, answer.overall_sql),
         ):
             if found and rows:
-                lines += [f"    {title}:", *text_table(found, columns, indent="      ")]
+                lines += [f"    {title}:", *text_table(found, columns, indent="      ", width=terminal_width())]
             if show_sql and sql:
                 lines += ["", *(f"      {line}" for line in sql.splitlines()), ""]
     return lines

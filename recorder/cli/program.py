@@ -178,6 +178,11 @@ def console_for(stream: TextIO) -> "Console":
     return Console(file=stream, emoji=False, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
+def terminal_width() -> int | None:
+    """Return how wide the terminal is that standard output goes to, None for a pipe."""
+    return console_for(sys.stdout).width if sys.stdout.isatty() else None
+
+
 class GivenPath(click.Path):
     """A `pathlib.Path` that is not empty: an empty one would stand for the folder one is in."""
 
