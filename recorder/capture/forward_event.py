@@ -33,6 +33,7 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
         **forward.changes,
         **forward.attention,
         **forward.windows,
+        **forward.recurrent,
     }
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)

@@ -11,6 +11,7 @@ from ...kernels.capture.changes import NO_RUNS, RowRuns
 from ..trace.header import TraceHeader
 from ..trace.schema import Mode
 from .host_arrays import on_host, own_int64, ragged_index, read_blocks, read_runs, saturated, wrapped
+from .recurrent import StateAccess
 from .slot_numbers import LentRows, SlotNumbers
 
 _NOTHING = np.empty(0, np.int64)
@@ -95,6 +96,7 @@ class ForwardInput:
             read too, of every table in `reads` that is a tensor, and what is not `out_cache_loc` is recorded.
         truth: the scheduler's tokens, or None if the engine does not know them.
         attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
+        states: for each of the header's `states` which slots the forward reads and writes, None for none.
     """
 
     mode: Mode
@@ -111,6 +113,7 @@ class ForwardInput:
     table_filled: bool = False
     truth: TruthTokens | None = None
     attention: AttentionInput | None = None
+    states: tuple[StateAccess | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ class CopiedForward:
     attention_groups: set[int] = field(default_factory=set)  # groups of which the slots that attention gets were read
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
     window_watched: int = 0  # sliding groups whose reads were compared with their window
+    recurrent: dict[str, Int64Array] = field(default_factory=dict)  # event columns
     note: str = ""
 
     def ints(self, name: str) -> Int64Array:

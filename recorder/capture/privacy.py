@@ -37,13 +37,13 @@ class Privacy:
     Raises `ValueError` for a salt of fewer than 16 bytes.
     """
 
-    __slots__ = ("_key", "_kv_key", "_table", "names", "salt_id", "tokens")
+    __slots__ = ("_key", "_table", "kv_key", "names", "salt_id", "tokens")
 
     def __init__(self, salt: bytes, *, tokens: bool = True, names: bool = False) -> None:
         if len(salt) < MIN_SALT_BYTES:
             raise ValueError(f"the salt has {len(salt)} bytes, expected at least {MIN_SALT_BYTES} random ones")
         self._key = hashlib.blake2b(salt, digest_size=32, person=b"kvcanary").digest()
-        self._kv_key = hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=b"kv-bytes").digest()
+        self.kv_key = hashlib.blake2b(digest_size=KEY_BYTES, key=self._key, person=b"kv-bytes").digest()
         self.salt_id = hashlib.blake2b(digest_size=8, key=self._key, person=b"salt-id").hexdigest()
         self.tokens = tokens
         self.names = names
@@ -82,7 +82,7 @@ class Privacy:
             hashed, at = np.zeros_like(data), 0
             for width, count in widths:
                 rows = data[at : at + width * count].reshape(count, width)
-                digests = np.tile(keyed_digests(rows=rows, key=self._kv_key), width // DIGEST_BYTES)
+                digests = np.tile(keyed_digests(rows=rows, key=self.kv_key), width // DIGEST_BYTES)
                 digests[~rows.any(axis=1)] = 0
                 hashed[at : at + width * count] = digests.reshape(-1)
                 at += width * count

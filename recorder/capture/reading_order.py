@@ -14,6 +14,7 @@ from ...kernels.arrays import Int64Array
 from ...kernels.capture.changes import RowRuns
 from .forward_input import BlockTable, ForwardInput, TableRead, TruthTokens, copy_read
 from .host_arrays import own_int64, picked, shares
+from .recurrent import StateAccess
 
 
 def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array]]:
@@ -84,6 +85,7 @@ def _part(
         reads=tuple(_chosen(read, chosen) for read in given.reads),
         truth=truth,
         attention=None,
+        states=tuple(state and StateAccess(*(own_int64(slots)[chosen] for slots in state)) for state in given.states),
     )
     return part, chosen
 

@@ -21,6 +21,7 @@ from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_for
 from .host_arrays import own_int64, wrapped
 from .kv_shadow import of_runner, store_forward, watch
 from .recording import guarded, prepare_kernels
+from .recurrent import StateChange
 
 
 class Recorder(EventRecording):
@@ -30,6 +31,8 @@ class Recorder(EventRecording):
         path: the trace to write; a file that exists is not overwritten unless `overwrite=True`.
         header: what the engine is; `capture`, `trace_id`, `created_ns` and `recorder_version` are filled in here.
         kv_sources: for each `(group index, stream index)` of the header, where the stream's bytes lie.
+        state_sources: for each of the header's `states` the parts of the sampled layer's slots, tensors `[num_slots, ...]`
+            on the host, by their index; without them, slots are followed and their bytes are not.
         kv_watch_every: compare the prefix bytes that are read with those that were written, every N forwards;
             0 never.
         backend: what the recorder's kernels run on, "cpu" or "reference".
@@ -68,6 +71,8 @@ class Recorder(EventRecording):
         forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self.kv)
         if given.attention is not None:
             add_attention(forward, given.attention, self.header, self._numbers)
+        if self.header.states:
+            self._recurrent.begin(forward.runner, forward.rows, given.states)
         self._pending = forward
         if forward.kv_watched:
             watch(forward, self.kv, PHASE_BEFORE)
@@ -107,6 +112,14 @@ class Recorder(EventRecording):
             )
         forward.note, forward.sampled_lens, forward.sampled_tokens = note, lens, tokens
         self._finish_forward(forward, submitted)
+
+    @guarded
+    def state_changed(self, change: StateChange, *, pool: int, slots: Any, sources: Any = ()) -> None:
+        """Record that slots of a state pool `[n]` were zeroed, or are copies of `sources` `[n]` now: checkpoints, forks.
+
+        It is part of the next forward's event; to be called right after the change, whose bytes are hashed here.
+        """
+        self._recurrent.note(change, pool, slots, sources)
 
     def oracle_tokens(self, request_ids: Any, seq_lens: Any) -> Int64Array:
         """Return what the header's token oracle samples for requests of so many tokens, `[bs]` each.
@@ -179,6 +192,8 @@ class Recorder(EventRecording):
         self._pending = None
         mine = of_runner(self.kv, forward.runner)
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
+        if self.header.states:
+            forward.recurrent = self._recurrent.end()
         if submitted:
             add_submitted(forward, submitted, self.kv, gathered)
         if forward.kv_watched:

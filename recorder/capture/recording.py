@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
@@ -28,6 +28,7 @@ from .forward_event import add_kv_changes
 from .forward_input import CopiedForward, KvChange
 from .kv_shadow import Source, compare, group_shadows, store_changes
 from .privacy import Privacy, with_privacy
+from .recurrent import RecurrentCapture
 from .slot_numbers import LentRows, SlotNumbers
 from .state_shadow import StateShadow
 
@@ -97,6 +98,7 @@ class Recording:
         header: TraceHeader,
         *,
         kv_sources: Mapping[tuple[int, int], Source] | None = None,
+        state_sources: Mapping[int, Sequence[Any]] | None = None,
         kv_watch_every: int = 1,
         backend: str = "cpu",
         privacy: Privacy | None = None,
@@ -115,6 +117,7 @@ class Recording:
         header = self._numbers.header(header)
         self.kv = group_shadows(header, kv_sources or {}, backend=backend)
         self.state = StateShadow(header, backend=backend)
+        self._recurrent = RecurrentCapture(header, state_sources or {}, privacy)
         self._kv_watch_every = kv_watch_every
         self._privacy = privacy
         # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
@@ -181,6 +184,7 @@ class Recording:
         if self.outbox.writer.failed and self._off == "closed":
             self._off = f"{WRITER_STOPPED}: {self.outbox.writer.failed}"
         self.kv.clear()  # the engine's pools must not live on through our views of them
+        self._recurrent.drop()
 
     def _take_lock(self, patience_s: float) -> None:
         """Take the lock; raise `TimeoutError` if another thread holds it for `patience_s` seconds."""

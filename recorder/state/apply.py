@@ -289,7 +289,7 @@ class RecordedState(EventApplier[WriteStep]):
             for step in steps:
                 history.dropped.note(forward, tokens, step.pool, step.slots, self.tables, history.ledger)
         written = [(step.pool.index, step.slots, int(step.write_plan.offsets[bs])) for step in steps]
-        history.apply_forward(forward, written)
+        history.apply_forward(forward, written, self.tables)
 
     def _write(self, endpoint: Endpoint, half: str, step: WriteStep, forward: Forward) -> None:
         self._launcher.write(endpoint, half, step.pool, step.write_plan, forward, slots=step.slots)

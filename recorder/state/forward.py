@@ -10,6 +10,7 @@ from ...kernels.arrays import ByteArray, Int64Array
 from ..capture.host_arrays import ragged_index
 from ..trace.header import KvStream, TraceHeader
 from ..trace.reader import EventView
+from ..trace.schema import RECURRENT_OPS
 
 MAX_PREFIX = 1 << 62
 _MAX_POSITION = 1 << 40
@@ -49,6 +50,7 @@ class Forward:
     `out_cache_loc` holds one `[tokens] int64` per state table, `kv_bytes` one `[tokens, capture_bytes] uint8` per
     stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing if it is no other.
     `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
+    `recurrent` `[n, 7] int64` is what happened to slots of recurrent state, by the columns of `recurrent_*`.
     `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got.
     """
 
@@ -72,6 +74,7 @@ class Forward:
     kv_submitted: tuple[ByteArray, ...] = ()
     attention: Attention | None = None
     windows: Int64Array | None = None
+    recurrent: Int64Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -149,6 +152,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         windows=np.stack(windows, axis=1),
         kv_submitted=stream_bytes(view, "kv_submitted_bytes", submitted, tokens) if submitted else (),
         attention=_attention(view, header, bs),
+        recurrent=_recurrent(view, header, bs) if header.states else None,
         **per_request,
     )
 
@@ -184,6 +188,21 @@ def _attention(view: EventView, header: TraceHeader, bs: int) -> Attention | Non
         positions=ragged_index(starts, counts),
         slots=slots,
     )
+
+
+def _recurrent(view: EventView, header: TraceHeader, bs: int) -> Int64Array:
+    """Return what happened to slots of recurrent state, `[n, 7] int64`."""
+    found = columns(view, "recurrent", ("pool", "op", "request", "source", "slot", "before", "after"))
+    pools, ops, requests, sources, slots = found[:5]
+    sizes = np.array([pool.num_slots for pool in header.states], np.int64)
+    fits = (pools >= 0) & (pools < len(sizes)) & (ops >= 0) & (ops < len(RECURRENT_OPS))
+    copies, steps = ops == RECURRENT_OPS.index("copy"), ops == RECURRENT_OPS.index("step")
+    fits &= ~steps | ((requests >= 0) & (requests < bs))
+    most = sizes[np.where(fits, pools, 0)]
+    fits &= (slots >= 0) & (slots < most) & (sources < most) & (sources >= np.where(copies, 0, -1))
+    if not fits.all():
+        raise UnusableEventError("recurrent_* name a pool, a slot, a request or an op that there is not")
+    return np.stack(found, axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from .events import CopyEvent, KnownEvent, SampleEvent, SlotEvent, StatusEvent, 
 from .forward import BatchTokens, Forward, UnusableEventError, batch_tokens, read_forward
 from .ledger import DroppedSlots, SlotLedger
 from .pools import GroupPool
+from .recurrent import StateSlots
 from .requests import RequestTable
 from .tables import StateTables
 
@@ -120,7 +121,7 @@ class FedForward:
         """Keep of a forward what does not keep its batch in memory."""
         kept: dict[str, Any] = {name: getattr(forward, name).copy() for name in FED_COLUMNS}
         kept["out_cache_loc"] = tuple(slots.copy() for slots in forward.out_cache_loc[:1])
-        kept |= dict.fromkeys(("truth_lens", "attention", "windows"))
+        kept |= dict.fromkeys(("truth_lens", "attention", "windows", "recurrent"))
         kept |= dict.fromkeys(("sampled_lens", "sampled_tokens"), np.empty(0, np.int64))
         slim = replace(forward, **kept, kv_bytes=(), kv_submitted=())
         return cls(forward=slim, tokens=batch_tokens(forward), told=len(forward.sampled_lens) > 0)
@@ -237,6 +238,7 @@ class SlotHistory:
         self.rows = RowOwners(header)
         self.samples = LastSamples(header)
         self.dropped = DroppedSlots()
+        self.states = StateSlots(header)
         self.known: KnownEvent | None = None
         self.fed_since: list[FedForward] = []
         self.last_forward = -1
@@ -249,8 +251,11 @@ class SlotHistory:
         self.known = read_known_event(view, self._groups)
         self.fed_since = self.samples.apply_sample(self.known) if isinstance(self.known, SampleEvent) else []
 
-    def apply_forward(self, forward: Forward, written: Iterable[tuple[int, Int64Array, int]]) -> None:
+    def apply_forward(
+        self, forward: Forward, written: Iterable[tuple[int, Int64Array, int]], tables: StateTables
+    ) -> None:
         """Move on by a forward; `written` gives each group's index, slots, and how many of them are no padding."""
+        self.states.apply(forward, tables.truth)
         if forward.runner == 0 and len(forward.req_pool_indices):
             self.samples.apply_forward(forward)
         for group, slots, end in written:
@@ -290,6 +295,7 @@ class SlotHistory:
         self.ledger.forget()
         self.rows.forget()
         self.samples.forget()
+        self.states.forget()
         self.dropped.by_request.clear()
         self.ended.clear()
         self.known = None

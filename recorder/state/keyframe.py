@@ -132,6 +132,9 @@ def _history_arrays(history: SlotHistory) -> Iterator[_Named]:
     yield from ((f"rows.{number}", last) for number, last in enumerate(history.rows.last))
     yield "status", history.rows.status
     yield "samples", history.samples.last
+    if history.states.slots:
+        yield from ((f"states.{number}", slots) for number, slots in enumerate(history.states.slots))
+        yield "chains", history.states.chains
 
 
 def _differ(words: Int64Array, base: Int64Array, hashes: Int64Array | None) -> npt.NDArray[np.bool_]:

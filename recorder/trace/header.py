@@ -125,6 +125,24 @@ class StateTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatePool:
+    """A pool of recurrent state (Mamba, linear attention, short convolutions): a slot is all of a request, or a checkpoint.
+
+    The first `hashed_bytes` of each of a slot's parts in layer `layer` are hashed; `num_layers` layers lie in the pool.
+    """
+
+    name: Text
+    runner: Count = 0
+    num_slots: Slots
+    layer: Count = 0
+    num_layers: Count = 0
+    hashed_bytes: Count = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
     """A model runner; an EAGLE draft reads truth tokens at `token_offset` 1. `derived` names the columns of its
     forwards that the recorder worked out: replayed, and judged by nothing.
@@ -221,6 +239,7 @@ class TraceHeader:
     groups: Annotated[tuple[PoolGroup, ...], _PARTS]
     tables: Annotated[tuple[StateTable, ...], _PARTS]
     lut_lens: Annotated[tuple[Slots, ...], _PARTS] = ()
+    states: Annotated[tuple[StatePool, ...], _PARTS] = ()
     truth_table: StateTable | None = None
     runners: Annotated[tuple[Runner, ...], Meta(min_length=1, max_length=schema.MAX_PARTS)] = (Runner(),)
     ranks: Ranks = field(default_factory=Ranks)
@@ -247,6 +266,9 @@ class TraceHeader:
             for name, count in counts.items():
                 index = getattr(group, name)
                 expect(index < count, f"group {number} ({group.name}): {name} is {index}, there are {count}")
+        for number, pool in enumerate(self.states):
+            fits = pool.runner < len(self.runners)
+            expect(fits, f"state pool {number} ({pool.name}): runner is {pool.runner}, there are {len(self.runners)}")
 
     def to_json(self) -> str:
         """Return the header as JSON text."""

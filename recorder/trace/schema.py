@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 4
+FORMAT_MINOR: Final = 5
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -92,6 +92,9 @@ _INT_LIST_GROUPS: Final = {
     "what a request's KV depends on beside its tokens, see IDENTITY_KINDS": (
         "identity_kind identity_start identity_count identity_hash"
     ),
+    "what happened to slots of recurrent state since the forward before and in this one, in order, see RECURRENT_OPS": (
+        "recurrent_pool recurrent_op recurrent_request recurrent_source recurrent_slot recurrent_before recurrent_after"
+    ),
 }
 INT_LISTS: Final = tuple(name for names in _INT_LIST_GROUPS.values() for name in names.split())
 
@@ -114,6 +117,7 @@ ADDED: Final[dict[str, int]] = {
     **dict.fromkeys(("attention_watched", "kv_submitted_bytes", "submitted_watched", "window_watched"), 3),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_"))), 3),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("identity_")), 4),
+    **dict.fromkeys((name for name in INT_LISTS if name.startswith("recurrent_")), 5),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
@@ -123,6 +127,10 @@ ATTENTION_SLOTS: Final = 2  # the slots, of all groups of the runner; attention_
 # `identity_kind`: what a value of a request's identity is. Of `media` the positions that it fills, of others none; hash 0 is
 # "none". A kind without a value is not declared, and nothing is judged by it.
 IDENTITY_KINDS: Final = ("adapter", "salt", "weights", "media")
+
+# `recurrent_op`: the slot was zeroed; it became a copy of the source; a request of the forward read its state from the source
+# (-1: it began with none) and wrote it to the slot. The hashes are of bytes: the source's before, the slot's after; 0 for none.
+RECURRENT_OPS: Final = ("clear", "copy", "step")
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it

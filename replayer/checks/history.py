@@ -179,7 +179,7 @@ class History(SlotHistory):
     def apply_view(self, view: ForwardView) -> None:
         """Move on by a forward that was judged."""
         written = [(group.pool.index, group.written, len(group.request_slots)) for group in view.groups]
-        self.apply_forward(view.forward, written)
+        self.apply_forward(view.forward, written, view.tables)
         self._drop_view()
 
     def forget(self) -> None:

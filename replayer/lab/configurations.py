@@ -77,6 +77,12 @@ _CONFIGURATIONS: Final = (
     ),
     Configuration("mla", "K only", engine={"shape": "mla"}),
     Configuration("adapters", "two LoRA adapters over one model", workload={"adapters": 2, "sharing": 0.9}),
+    Configuration(
+        "recurrent",
+        "layers with recurrent state beside attention, checkpoints in the prefix cache",
+        engine={"recurrent": True, "page_size": 1, "num_pages": 520},
+        workload={"sharing": 0.9, "fork_rate": 0.2},
+    ),
     Configuration("mixed", "prefill forwards carry decodes", engine={"mixed": True}),
     Configuration("no_cache", "no prefix cache", engine={"prefix_cache": False}),
     Configuration(

@@ -45,6 +45,9 @@ FINDING_CAUSES = {
     "other_salt": "the slot was computed under another cache salt",
     "other_weights": "the slot was computed with other weights",
     "other_media": "the slot was computed with other media at its position",
+    "other_prefix": "the state is that of another prefix",
+    "other_position": "the state is that of the request's own prefix at another position",
+    "changed_bytes": "the bytes are not those that were left there",
 }
 
 

@@ -106,6 +106,18 @@ def adapter_not_in_key(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
+@rule("recurrent state of another prefix", branch="content")
+def state_restored_for_other_prefix(cluster: Cluster) -> Diagnosis | None:
+    """A request goes on from recurrent state that is not its own prefix's: a wrong checkpoint, a slot freed too early, a
+    checkpoint saved too late. (lab)
+    """
+    sign = cluster.finding("state_differs")
+    if sign is None:
+        return None
+    said = f"{sign.reader} read recurrent state that is not its own in {sign.when}: it {sign.detail}"
+    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+
+
 def _as_cached(cluster: Cluster, sign: Sign) -> bool:
     """Whether a sign's request joined the slot as cached, and nobody touched it since it was handed to the cache."""
     cached = cluster.last(sign, "cached")

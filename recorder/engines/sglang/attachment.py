@@ -121,6 +121,8 @@ class SglangAttachment(EngineAttachment):
             self._wrap(recording.target, "forward", recording.sweep.on_forward)
         self._wrap(recording.target.req_to_token_pool, "alloc", recording.on_rows)
         self._wrap(recording.target.req_to_token_pool, "free", recording.on_row_free)
+        for name, hook in (recording.states.hooks() if recording.states is not None else {}).items():
+            self._wrap(recording.target.req_to_token_pool.mamba_pool, name, hook, "states")
         if allocator is not None:
             recording.keep_history(allocator)
             for history in recording.histories:

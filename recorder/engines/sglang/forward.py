@@ -20,6 +20,7 @@ from ...capture.forward_input import ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64
 from ...trace.schema import Mode
 from .layout import RunnerLayout, SglangLayout
+from .recurrent import StateHooks, backend_of_all
 from .requests import KnownBatch
 
 # By the name of SGLang's ForwardMode.
@@ -44,10 +45,12 @@ def forward_input(
     request_ids: Int64Array,
     truth: TruthTokens | None,
     forward_mode: Any = None,
+    states: StateHooks | None = None,
 ) -> ForwardInput:
     """Return what a forward is about to read and write: `batch` is the `ForwardBatch`, `request_ids` `[bs]`, -1 for padding.
 
     `forward_mode` is the mode that the scheduler gave it, if its batch has another by now; a `ValueError` if it is unknown.
+    `states` reads which slots of recurrent state it is given, None if it has no metadata yet.
     """
     mode = mode_of(batch.forward_mode if forward_mode is None else forward_mode)
     rows = own_int64(batch.req_pool_indices)
@@ -75,6 +78,7 @@ def forward_input(
         luts=tuple(layout.luts),
         table_filled=runner.index == 0 and mode in ("extend", "decode", "mixed"),  # drafts may fill them later
         truth=truth,
+        states=() if states is None else (states.access(backend_of_all(), prefix),),
     )
 
 

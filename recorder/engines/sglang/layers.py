@@ -22,6 +22,7 @@ from ...trace.header import NotWatched
 from ..common.hooking import Finish, OnFault, wrap_method
 from ..common.step_cost import StepCost
 from .layout import RunnerLayout, SglangLayout
+from .recurrent import backend_of_all
 
 # Classes of backends, by their names, that read the batch's lengths and the rows of req_to_token.
 ROW_READERS: Final = ("TorchNativeAttnBackend", "IntelAMXAttnBackend")
@@ -116,12 +117,7 @@ def backend_around(model_runner: Any, batch: Any) -> Any:
 
     Of one that serves recurrent layers too it is the part for attention.
     """
-    try:
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        found = get_attn_backend()
-    except Exception:  # noqa: BLE001  # another version has it elsewhere, and raises outside of a forward
-        found = getattr(batch, "attn_backend", None) or getattr(model_runner, "attn_backend", None)
+    found = backend_of_all() or getattr(batch, "attn_backend", None) or getattr(model_runner, "attn_backend", None)
     return getattr(found, "full_attn_backend", found)
 
 

@@ -24,10 +24,12 @@ from ...trace.header import (
     PoolGroup,
     Ranks,
     Runner,
+    StatePool,
     StateTable,
     TraceHeader,
 )
 from ..common.attachment import installed_version
+from .recurrent import state_pool
 
 ALIGN_BYTES: Final = 16
 HOST_CACHE: Final = "HiCacheController"
@@ -87,6 +89,8 @@ class SglangLayout:
         self.runners: dict[int, RunnerLayout] = {}
         self.names: list[Runner] = []
         self.not_watched: list[NotWatched] = []
+        self.states: list[StatePool] = []
+        self.state_parts: dict[int, list[Any]] = {}
         self._settings = settings
         for runner in model_runners:
             self._add_runner(runner)
@@ -123,6 +127,12 @@ class SglangLayout:
                     num_layers=len(_layers(sub_pool, "K")),
                 )
             )
+        found = state_pool(runner, index)
+        if isinstance(found, NotWatched):
+            self.not_watched.append(found)
+        elif found is not None:
+            self.state_parts[len(self.states)] = found[1]
+            self.states.append(found[0])
         own = RunnerLayout(runner=id(runner), index=index, table=table, groups=groups, sampled=not draft)
         self.runners[id(runner)] = own
 
@@ -135,8 +145,6 @@ class SglangLayout:
         elif kind == "HybridLinearKVPool":
             first = min(getattr(pool, "full_attention_layer_id_mapping", None) or (), default=None)
             parts = [_SubPool("full", pool.full_kv_pool, first_layer=first)]
-            reason = "states of linear attention are not recorded"
-            self.not_watched.append(NotWatched(what="pool", name="MambaPool", reason=reason))
         elif kind == "DeepSeekV4TokenToKVPool":
             parts = [_SubPool("swa", pool.swa_kv_pool, lut)]
             self._not_watched("pool", pool, "of its pools only that of the sliding window is recorded")
@@ -199,6 +207,7 @@ def describe_engine(
         ),
         groups=tuple(dataclasses.replace(group, host_num_slots=in_host_cache) for group in layout.groups),
         tables=tuple(tables),
+        states=tuple(layout.states),
         lut_lens=tuple(int(lut.shape[0]) for lut in layout.luts),
         truth_table=StateTable(name="truth", rows=tables[0].rows, width=tables[0].width),
         runners=tuple(layout.names),

@@ -22,6 +22,7 @@ from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, own_slots
+from .recurrent import StateHooks
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .transfers import SglangTransfers, room_of
 
@@ -61,6 +62,9 @@ class SglangRecording:
         for index, runner in enumerate(header.runners):
             if header.streams(index):
                 entries.append(NotWatched(what="submitted", name=runner.name, reason=reason))
+        if header.states and not layers.watches(id(self.target)):  # where they are read, and behind what is copied
+            header = dataclasses.replace(header, states=())
+            entries.append(NotWatched(what="pool", name=self.layout.states[0].name, reason="its layers are not hooked"))
         if not on_gpu(self.layout.tables[0]):
             entries += not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
         header = dataclasses.replace(header, not_watched=tuple(entries))
@@ -74,6 +78,7 @@ class SglangRecording:
         with beginning(self.recorder):
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
+        self.states: StateHooks | None = StateHooks(self.recorder, 0) if header.states else None
         self.transfers = SglangTransfers(self.layout, self.recorder, self.histories, self.see)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
@@ -106,6 +111,8 @@ class SglangRecording:
     ) -> Recorder | DeviceRecorder:
         """Return a recorder that never waits for the device, if there is one and it can be."""
         options: dict[str, Any] = {"kv_sources": self.layout.sources, "kv_watch_every": settings.kv_watch_every}
+        if header.states:
+            options["state_sources"] = self.layout.state_parts if settings.capture_bytes else {}
         options |= settings.writer_options()
         # Slots that an allocator on the device gives out can only be recorded by waiting for it, and so in its order.
         if on_gpu(self.layout.tables[0]) and settings.history != "on":
@@ -178,6 +185,7 @@ class SglangRecording:
             request_ids=known.ids,
             truth=self.requests.truth(known.rids, known.rows),
             forward_mode=forward_mode,
+            states=self.states if self._begun_inside and layout.sampled else None,
         )
         for history in self.histories:
             self.record_written(history, layout, given)

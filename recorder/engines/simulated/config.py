@@ -61,6 +61,7 @@ class EngineConfig:
     overlap: bool = False  # a forward is launched before the host has seen what the one before it sampled
     role: Literal["", "prefill", "decode"] = ""  # of one half of a pair, "" for an engine that does both
     submitted: bool = False  # record what the model hands to the pools, beside what they hold after the forward
+    recurrent: bool = False  # layers with recurrent state too, whose checkpoints the prefix cache keeps
     reads_given: bool = False  # record the positions and slots that attention reads in place of req_to_token (dsv4)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,8 @@ class EngineConfig:
         expect(fits, "sweep_interval needs the prefix cache: it is what a sweep walks")
         fits = not self.reads_given or self.shape == "dsv4"
         expect(fits, "reads_given needs the shape dsv4: beside full layers nobody knows how much sliding ones read")
+        fits = not self.recurrent or not (self.eagle or self.overlap or self.host_pages or self.role)
+        expect(fits, "recurrent excludes eagle, overlap, host_pages and pairs: its states are not rolled back or moved")
         if not self.eagle:
             return
         expect(self.draft_tokens >= 1, f"draft_tokens is {self.draft_tokens}, expected at least 1")
@@ -91,6 +94,11 @@ class EngineConfig:
     def sliding(self) -> bool:
         """Whether there is a sliding-window pool."""
         return self.shape in ("swa", "dsv4")
+
+    @property
+    def state_slots(self) -> int:
+        """Slots of the state pool: one a row, the rest for checkpoints."""
+        return 9 * self.rows
 
     @property
     def verify_tokens(self) -> int:

@@ -17,6 +17,7 @@ from .config import BrokenEngineError, Counters, EngineConfig
 from .eagle import Eagle
 from .memory import KvMemory, SlotEvents, Sweeper
 from .pools import KvPool, WordArray, make_layout
+from .recurrent import RecurrentStates
 from .requests import NEVER, NO_FUTURE, NO_ROOM, NO_ROW, Arrivals, Request, RequestSpec, seeded_word
 from .runner import ForwardRunner, FutureMap, Launched, Model, Sampler
 from .scheduler import Prefill, Scheduler
@@ -44,9 +45,13 @@ class SimulatedEngine:
         layout = make_layout(config)
         pools = [KvPool(group, index=index) for index, group in enumerate(layout.header.groups)]
         sources = {(pool.index, number): source for pool in pools for number, source in enumerate(pool.sources())}
-        self.recorder = Recorder(path, layout.header, kv_sources=sources, **recorder_options)
+        states = RecurrentStates(config) if config.recurrent else None
+        bytes_of = {} if states is None else {"state_sources": {0: [states.words]}}
+        self.recorder = Recorder(path, layout.header, kv_sources=sources, **bytes_of, **recorder_options)
         self.history = SlotEvents(self.recorder, layout, page_size=config.page_size)
         self.memory = KvMemory(config, layout, pools=pools, history=self.history, counters=self.counters)
+        if states is not None:
+            self.memory.states, states.recorder = states, self.recorder
         self.sampler = Sampler(config)
         self.builder = BatchBuilder(config, self.memory.req_to_token)
         self.scheduler = Scheduler(config, self.memory, self.counters, drain=self.drain)

@@ -10,6 +10,7 @@ from .config import Counters, EngineConfig
 from .pools import DRAFT, NO_PAGES, TARGET, KvPool, PageAllocator, SimulatedLayout, SlidingWindowPool
 from .prefix_cache import HostTier, PrefixCache
 from .radix import NO_PAGE
+from .recurrent import RecurrentStates
 from .requests import Request
 
 FIRST = -1  # the slot before position 0
@@ -97,6 +98,7 @@ class KvMemory:
         self.swa = SlidingWindowPool(config, self.lut) if config.sliding else None
         self.cache = PrefixCache(self)
         self.host = HostTier(self)
+        self.states: RecurrentStates | None = None  # of an engine with recurrent layers
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages hold that many tokens."""
@@ -217,6 +219,8 @@ class KvMemory:
                 self.history.recorder.kv_copy(
                     group=pool.index, src=src, dst=dst, count=[1] * src.size, request_id=child.request_id, note=note
                 )
+        if self.states is not None:
+            self.states.copy(parent.row, child.row)
         self.counters.fork_copied_slots += last - first
 
 

@@ -71,6 +71,8 @@ def make_layout(config: EngineConfig) -> SimulatedLayout:
             for number in captured
         ),
         sweep_interval=config.sweep_interval,
+        states=(header.StatePool(name="recurrent", num_slots=config.state_slots, num_layers=1, hashed_bytes=16),)
+        * config.recurrent,
         oracle=header.Oracle(vocab_size=config.vocab_size) if config.sampler == "oracle" else None,
     )
     numbers = {name: number for number, name in enumerate(named)}

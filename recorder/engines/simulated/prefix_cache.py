@@ -101,6 +101,8 @@ class PrefixCache:
         if memory.swa is not None:
             path = path[: window_prefix(path, page_size=memory.page_size, window=memory.swa.window)]
         path = self._load_back(path)
+        if memory.states is not None:
+            path = memory.states.cut(path)
         if not path:
             return
         self.tree.lock(path[-1])
@@ -111,6 +113,8 @@ class PrefixCache:
         if memory.swa is not None:
             request.window_start = memory.swa.first_needed_page(request.cached_len)
         self._lock_window(request, path)
+        if memory.states is not None:
+            memory.states.restore(request.row, path[-1])
 
     def space(self, request: Request) -> str:
         """Return what a request's KV depends on beside its tokens; none of another space is its own."""
@@ -155,6 +159,8 @@ class PrefixCache:
         duplicates = self._deduplicate(request, done)
         request.node, request.shared_pages = done.nodes[-1], done.nodes[-1].depth
         self._lock_window(request, done.nodes)
+        if memory.states is not None and request.cached_len == count * memory.page_size:
+            memory.states.save(request.row, done.nodes[-1])
         if stays:
             read = [node for node in request.window_nodes if node.depth > fresh]
             halves = memory.halves(_pages(read))

@@ -37,6 +37,8 @@ class Model:
         attention is given. Return the content word of each token in the runner's first pool, `[T] uint64`.
         """
         words = token_words(batch.input_ids, batch.positions)
+        if self._memory.states is not None:
+            self._memory.states.run(batch.rows, batch.prefix_lens, batch.extend_lens, words)
         computed: WordArray | None = None
         for pool in self._memory.pools:
             if pool.group.runner == batch.runner:
@@ -127,6 +129,7 @@ class ForwardRunner:
     def begin(self, batch: Batch) -> None:
         """Record what is about to run."""
         reads_given = self._memory.config.reads_given
+        states = self._memory.states
         self._recorder.before_forward(
             ForwardInput(
                 mode=batch.mode,
@@ -142,6 +145,7 @@ class ForwardRunner:
                 luts=(self._memory.lut,) if self._memory.swa is not None else (),
                 table_filled=not reads_given,
                 truth=TruthTokens(flat=batch.truth, lens=batch.truth_lens),
+                states=() if states is None else (states.access(batch.rows, batch.prefix_lens),),
             )
         )
 

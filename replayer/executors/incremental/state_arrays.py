@@ -32,7 +32,7 @@ MOST_DUE: Final = 1 << 22
 
 def covers(header: TraceHeader) -> bool:
     """Say whether the pass knows what such a trace needs."""
-    return bool(header.groups and header.tables) and all(
+    return bool(header.groups and header.tables and not header.states) and all(
         group.padding_slots == tuple(range(len(group.padding_slots)))
         and 0 in group.padding_slots
         and group.num_slots < 1 << 31

@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from ....recorder.engines.simulated.batch import Batch
 from ....recorder.engines.simulated.radix import NO_PAGE
 from ....recorder.engines.simulated.requests import Request
 from ..fault import Bench, around, fault, unchecked_pools
@@ -103,6 +104,32 @@ def adapter_not_in_key(bench: Bench) -> None:
             place = {"position": others[0] * memory.page_size, "slot": pages[others[0]] * memory.page_size}
             bench.inject(request=request, **place)
             bench.probe.note("identity", **place, group=0, request=request)
+
+
+@fault(reference="lab", configs=("recurrent",), warm_up=(4, 20))
+def state_restored_for_other_prefix(bench: Bench) -> None:
+    """A request that hits the prefix cache gets the checkpoint of another prefix's recurrent state."""
+    states = bench.engine.memory.states
+    if states is None:
+        return
+    wrong: dict[int, Request] = {}  # by row, who was given another's
+
+    @around(bench.engine.memory.cache)
+    def record_attached(original: Any, request: Request) -> None:
+        original(request)  # which is sure by now that the request stays
+        others = [node for node in states.checkpoints if node is not request.node]
+        if request.shared_pages and others and bench.due:
+            states.restore(request.row, bench.pick(others))
+            bench.inject(request=request, position=request.cached_len - 1)
+            wrong[request.row] = request
+
+    @around(bench.engine.runner)
+    def run(original: Any, batch: Batch, *args: Any) -> Any:
+        for row in batch.rows.tolist():
+            if row in wrong:
+                request = wrong.pop(row)
+                bench.probe.note("state", position=request.cached_len - 1, request=request)
+        return original(batch, *args)
 
 
 @fault(reference="lab", configs=_ALL)

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 from kvcanary.recorder.capture.engine_events import IdentityValue
 from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
-from kvcanary.recorder.trace.header import PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.capture.recurrent import StateAccess
+from kvcanary.recorder.trace.header import PoolGroup, Runner, StatePool, StateTable, TraceHeader
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -24,12 +25,15 @@ class Part:
     row: int
     prefix: int
     slots: tuple[int, ...]
+    state: int = -1  # slot of recurrent state
 
 
 class Scene:
     """Every method tells one event and returns its number; tokens are `100 * request + position` until changed."""
 
-    def __init__(self, path: Path, *, complete: bool = True, window: int = 0, draft: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, complete: bool = True, window: int = 0, draft: bool = False, states: bool = False
+    ) -> None:
         self.path = path
         full = PoolGroup(name="full", num_slots=SLOTS, host_num_slots=SLOTS)
         groups = [full]
@@ -44,8 +48,11 @@ class Scene:
             truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
             runners=(Runner(), Runner(name="draft", token_offset=1)) if draft else (Runner(),),
             slot_history="complete" if complete else "",
+            states=(StatePool(name="mamba", num_slots=ROWS, hashed_bytes=8),) if states else (),
         )
-        self.recorder = Recorder(path, header, kv_watch_every=0)
+        self.states = np.zeros((ROWS, 2), np.int64)  # recurrent: how many tokens are in it, and their sum
+        sources = {0: [self.states]} if states else {}
+        self.recorder = Recorder(path, header, kv_watch_every=0, state_sources=sources)
         self.table = np.zeros((ROWS, WIDTH), np.int32)
         self.lut = np.zeros(SLOTS if window else 0, np.int64)
         self.tokens: dict[int, np.ndarray] = {}
@@ -82,6 +89,15 @@ class Scene:
     def copy(self, src: int, dst: int, count: int, **tiers: int) -> int:
         self.recorder.kv_copy(group=0, src=[src], dst=[dst], count=[count], **tiers)
         return self._told()
+
+    def copy_state(self, source: int, slot: int) -> None:
+        """Copy a slot of recurrent state, which is told with the next forward."""
+        self.states[slot] = self.states[source]
+        self.recorder.state_changed("copy", pool=0, slots=[slot], sources=[source])
+
+    def clear_state(self, slot: int) -> None:
+        self.states[slot] = 0
+        self.recorder.state_changed("clear", pool=0, slots=[slot])
 
     def transfer(self, status: str, direction: str, slots, *, request: int = -1, room: int = 5) -> int:
         self.recorder.transfer(status, direction=direction, room=room, group=0, slots=slots, request_id=request)
@@ -135,12 +151,23 @@ class Scene:
                     lens=[len(part) for part in known] + [0] * pad,
                 ),
                 attention=attention,
+                states=self._state_access(parts, pad),
             )
         )
+        for part in parts:
+            if part.state >= 0:
+                self.states[part.state] = part.prefix + len(part.slots)
         tokens, lens = sampled
         self.recorder.after_forward(sampled_tokens=tokens, sampled_lens=[*lens, *[0] * pad] if len(lens) else ())
         self._forward += 1
         return self._told()
+
+    def _state_access(self, parts: Sequence[Part], pad: int) -> tuple[StateAccess, ...]:
+        if all(part.state < 0 for part in parts):
+            return ()
+        writes = [part.state for part in parts] + [-1] * pad
+        reads = [part.state if part.prefix else -1 for part in parts] + [-1] * pad
+        return (StateAccess(reads=reads, writes=writes),)
 
     def start(self, request: int, row: int, slots) -> int:
         """Admit a request, give it slots, compute them in one forward; return that forward's event."""

@@ -43,6 +43,7 @@ FIRES = {
     "attention_table_overwritten": ("mha", {"attention_slots"}),
     "attention_seq_len_off_by_one": ("mha", {"attention_lens"}),
     "adapter_not_in_key": ("adapters", {"identity"}),
+    "state_restored_for_other_prefix": ("recurrent", {"state_differs"}),
     "future_map_overrun": ("overlap", {"input_not_sampled"}),
 }
 

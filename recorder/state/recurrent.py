@@ -1,0 +1,160 @@
+"""What each slot of recurrent state holds: whose prefix, up to which position, and the hash of its bytes.
+
+A request's prefix is known by a hash of its tokens and their positions. It is a sum, so that chunks may end anywhere.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import Int64Array
+from ...kernels.constants import UNKNOWN_TOKEN
+from ...kernels.ops.hash.reference import splitmix64_words
+from ..trace.header import TraceHeader
+from ..trace.schema import RECURRENT_OPS
+from .forward import Forward, batch_tokens
+
+CLEAR, COPY, STEP = range(len(RECURRENT_OPS))
+# Columns of `Forward.recurrent`, the trace's.
+POOL, OP, REQUEST, SOURCE, SLOT, BEFORE, AFTER = range(7)
+# Columns of `slots[pool]`: the event that filled it + 1 (0: nothing is known), by which request, how many tokens are in the
+# state, the hash of these tokens and of the bytes (0: unknown).
+STATE_EVENT, STATE_REQUEST, STATE_POSITION, STATE_CHAIN, STATE_HASH = range(5)
+_CHAIN_REQUEST, _CHAIN_END, _CHAIN = range(3)
+_NOTHING_READ: Final = 1  # the chain of no tokens
+
+Truth = npt.NDArray[np.int32] | None
+
+
+class Misread(NamedTuple):
+    """A step of request `request` of a batch that read a state which is not its own: `cause` is a finding's, `state` `[5]`
+    is the slot's row in `StateSlots.slots`.
+    """
+
+    pool: int
+    request: int
+    slot: int
+    cause: str
+    state: Int64Array
+
+
+class StateSlots:
+    """`slots[pool]` `[num_slots, 5] int64`; `chains` `[rows, 3] int64`: request, end and chain of a row's last forward."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        self._header = header
+        self.slots = [np.zeros((pool.num_slots, 5), np.int64) for pool in header.states]
+        rows = max([1, *(table.rows for table in header.tables)]) if header.states else 0
+        self.chains = np.zeros((rows, 3), np.int64)
+        self._applied: Forward | None = None
+        self._misread: list[Misread] = []
+
+    def forget(self) -> None:
+        """Take everything for unknown."""
+        self.slots = [np.zeros_like(slots) for slots in self.slots]  # untouched: there may be millions
+        self.chains = np.zeros_like(self.chains)
+        self._applied = None
+
+    def apply(self, forward: Forward, truth: Truth) -> list[Misread]:
+        """Move on by a forward, and return which of its requests read a state that is not theirs; the second time the same.
+
+        `truth` are the tables' truth tokens, by which a prefix is known that the request has not computed itself.
+        """
+        if forward is self._applied or not self.slots:
+            return self._misread
+        self._applied, self._misread = forward, []
+        if forward.recurrent is not None and len(forward.recurrent):
+            self._apply(forward, truth)
+        self._unseen(forward)
+        return self._misread
+
+    def _unseen(self, forward: Forward) -> None:
+        """Take for unknown what a forward did to the pools of its runner whose slots nobody read."""
+        ops = forward.recurrent
+        stepped = set() if ops is None else set(ops[ops[:, OP] == STEP, POOL].tolist())
+        if (forward.req_pool_indices > 0).any():
+            for number, pool in enumerate(self._header.states):
+                if pool.runner == forward.runner and number not in stepped:
+                    self.slots[number] = np.zeros_like(self.slots[number])
+
+    def _apply(self, forward: Forward, truth: Truth) -> None:
+        assert forward.recurrent is not None
+        before, after = self._chains(forward, truth)
+        ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+        written: dict[tuple[int, int], int] = {}
+        for pool, op, request, source, slot, old, new in forward.recurrent.tolist():
+            slots = self.slots[pool]
+            if op == CLEAR:
+                slots[slot] = forward.event + 1, -1, 0, _NOTHING_READ, new
+            elif op == COPY:
+                slots[slot] = slots[source]  # with the hash of what the source is to hold
+            else:
+                cause = (
+                    self._judge(forward, truth, request, slots[source], int(before[request]), old)
+                    if source >= 0
+                    else ""
+                )
+                if written.setdefault((pool, slot), request) != request:
+                    cause = "same_forward"
+                if cause:
+                    shown = slot if cause == "same_forward" else source
+                    self._misread.append(Misread(pool, request, shown, cause, slots[shown].copy()))
+                whose = int(forward.request_ids[request])
+                slots[slot] = forward.event + 1, whose, int(ends[request]), int(after[request]), new
+        rows = forward.req_pool_indices
+        inside = (rows > 0) & (rows < len(self.chains))
+        self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]
+
+    def _judge(self, forward: Forward, truth: Truth, request: int, state: Int64Array, chain: int, found: int) -> str:
+        """Say by a finding's cause what is wrong with a state that a request reads, "" for nothing."""
+        event, writer, position, theirs, wrote = state.tolist()
+        if not event:
+            return ""
+        if position != int(forward.prefix_lens[request]):
+            own = _prefix_chain(forward, truth, request, position)
+            same = own == theirs if own and theirs else writer in (-1, int(forward.request_ids[request]))
+            return "other_position" if same else "other_prefix"
+        if chain and theirs and chain != theirs:
+            return "other_prefix"
+        return "changed_bytes" if wrote and found and wrote != found else ""
+
+    def _chains(self, forward: Forward, truth: Truth) -> tuple[Int64Array, Int64Array]:
+        """Return the chain of each request's prefix and of that with what the forward adds, `[bs]` each; 0 for unknown."""
+        rows, tokens = forward.req_pool_indices, batch_tokens(forward)
+        last = self.chains[np.where((rows > 0) & (rows < len(self.chains)), rows, 0)]
+        goes_on = (last[:, _CHAIN_REQUEST] == forward.request_ids) & (last[:, _CHAIN_END] == forward.prefix_lens)
+        before = np.where(goes_on, last[:, _CHAIN], 0)
+        for request in np.flatnonzero(~goes_on | (forward.prefix_lens == 0)).tolist():
+            before[request] = _prefix_chain(forward, truth, request, int(forward.prefix_lens[request]))
+        fed = forward.input_ids[: len(tokens.request)]
+        ends = np.searchsorted(tokens.request, np.arange(len(rows) + 1))
+        sums = np.append(np.uint64(0), np.cumsum(_words(fed, tokens.position)))
+        added = (sums[ends[1:]] - sums[ends[:-1]]).view(np.int64)
+        known = before != 0
+        np.logical_and.at(known, tokens.request, fed != UNKNOWN_TOKEN)
+        return before, np.where(known, _nonzero(before + added), 0)
+
+
+def _prefix_chain(forward: Forward, truth: Truth, request: int, length: int) -> int:
+    """Return the chain of the first `length` tokens that a request has by the scheduler's account, 0 if that is unknown."""
+    row = int(forward.req_pool_indices[request])
+    if length <= 0:
+        return _NOTHING_READ
+    if truth is None or forward.truth_lens is None or not 0 < row < len(truth) or forward.truth_lens[request] < length:
+        return 0
+    tokens = truth[row, :length]
+    if len(tokens) < length or (tokens == UNKNOWN_TOKEN).any():
+        return 0
+    total = _words(tokens, np.arange(length)).sum(dtype=np.uint64).astype(np.int64)
+    return int(_nonzero(np.array([total + np.int64(_NOTHING_READ)]))[0])
+
+
+def _words(tokens: npt.NDArray[np.integer], positions: Int64Array) -> npt.NDArray[np.uint64]:
+    """Return what each token at its position adds to a chain; of a token the 32 bits that a truth table holds."""
+    at = splitmix64_words(positions.astype(np.uint64) + np.uint64(_NOTHING_READ))
+    return splitmix64_words(at ^ tokens.astype(np.int32).astype(np.uint64))
+
+
+def _nonzero(chains: Int64Array) -> Int64Array:
+    return np.where(chains == 0, _NOTHING_READ, chains)

@@ -1,0 +1,204 @@
+"""Recurrent state that is not the reader's own: found in every way of replaying, and nothing unknown judged."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.recorder.capture.recurrent import StateAccess
+from kvcanary.recorder.trace.reader import read_trace
+from kvcanary.recorder.trace.schema import RECURRENT_OPS
+from kvcanary.replayer.checks import CHECK_NAMES
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+
+from ...support.raw_traces import cut
+from .scene import Part, Scene, told
+
+CHECKPOINT, OTHER = 6, 7
+
+
+def healthy(scene: Scene) -> Scene:
+    """Request 1 computes four tokens in two chunks and leaves a checkpoint, which request 2 goes on from; each decodes."""
+    scene.clear_state(1)
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1))
+    scene.forward(Part(request=1, row=1, prefix=2, slots=(3, 4), state=1))
+    scene.copy_state(1, CHECKPOINT)
+    scene.forward(Part(request=1, row=1, prefix=4, slots=(5,), state=1), mode="decode")
+    scene.tokens[2] = scene.token(1).copy()
+    scene.tokens[2][4:] += 50
+    scene.table[2, :4] = (1, 2, 3, 4)
+    return scene
+
+
+def hit(scene: Scene, checkpoint: int = CHECKPOINT) -> Scene:
+    scene.copy_state(checkpoint, 2)
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2))
+    scene.forward(
+        Part(request=1, row=1, prefix=5, slots=(8,), state=1),
+        Part(request=2, row=2, prefix=6, slots=(9,), state=2),
+        mode="decode",
+    )
+    return scene
+
+
+def wrong_checkpoint(scene: Scene) -> None:
+    """Another prompt of four tokens has one, too."""
+    healthy(scene)
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11, 12, 13), state=3))
+    scene.copy_state(3, OTHER)
+    hit(scene, OTHER)
+
+
+def late_checkpoint(scene: Scene) -> None:
+    """What is kept for four tokens is copied once the fifth is in, which the two prompts have in common."""
+    healthy(scene)
+    scene.tokens[2] = scene.token(1)
+    scene.copy_state(1, CHECKPOINT)
+    hit(scene)
+
+
+def freed_early(scene: Scene) -> None:
+    """Request 3 gets the slot that request 1 goes on with."""
+    healthy(scene)
+    scene.clear_state(1)
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=1))
+    hit(scene)
+
+
+def damaged(scene: Scene) -> None:
+    healthy(scene)
+    scene.states[CHECKPOINT] += 1
+    hit(scene)
+
+
+def shared(scene: Scene) -> None:
+    healthy(scene)
+    scene.copy_state(CHECKPOINT, 1)
+    parts = (Part(request=r, row=r, prefix=4, slots=(4 + r,), state=1) for r in (1, 2))
+    scene.forward(*parts)
+
+
+def never_filled(scene: Scene) -> None:
+    """A slot that nobody was seen to fill holds nobody knows what."""
+    healthy(scene)
+    hit(scene, OTHER)
+
+
+def not_seen(scene: Scene) -> None:
+    """Nobody saw which slots the second chunk went to."""
+    healthy(scene)
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11)))
+    scene.states[CHECKPOINT] += 1
+    hit(scene)
+
+
+def lost(scene: Scene) -> None:
+    healthy(scene)
+    scene.lose()
+    scene.states[CHECKPOINT] += 1
+    hit(scene)
+
+
+FAULTS = {
+    wrong_checkpoint: [("other_prefix", 2, 3)],
+    late_checkpoint: [("other_position", 2, 1)],
+    freed_early: [("other_prefix", 1, 3)],
+    damaged: [("changed_bytes", 2, 1)],
+    shared: [("same_forward", 2, 1)],
+}
+
+
+def played(act: Callable[[Scene], object], path: Path) -> Scene:
+    scene = Scene(path, complete=False, states=True)
+    for request in (1, 2, 3):
+        scene.request(request)
+    act(scene)
+    return scene
+
+
+@pytest.mark.parametrize("act", FAULTS, ids=lambda act: act.__name__)
+def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], object], tmp_path: Path) -> None:
+    rows = played(act, tmp_path / "t.arrow").judge("state_differs")
+    assert [(row["cause"], row["request_id"], row["other_request_id"]) for row in rows] == FAULTS[act]
+
+
+@pytest.mark.parametrize("act", [never_filled, not_seen, lost, lambda scene: hit(healthy(scene))])
+def test_what_nobody_knows_is_judged_by_nothing(act: Callable[[Scene], object], tmp_path: Path) -> None:
+    assert played(act, tmp_path / "t.arrow").judge("state_differs") == []
+
+
+@pytest.mark.usefixtures("pass_from_the_start")
+@pytest.mark.parametrize("act", [freed_early, shared], ids=lambda act: act.__name__)
+def test_every_way_of_replaying_finds_it(act: Callable[[Scene], object], tmp_path: Path) -> None:
+    played(act, tmp_path / "t.arrow").recorder.close()
+    found = []
+    for ways in ({"executor": "stepwise"}, {"executor": "interval"}):
+        folder = tmp_path / "".join(ways.values())
+        folder.mkdir()
+        replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=CHECK_NAMES, **ways), report=folder)
+        found.append(pq.read_table(folder / "findings.parquet").to_pylist())
+    assert found[0] == found[1]
+    assert [row["kind"] for row in found[0]].count("state_differs") == 1
+
+
+@pytest.mark.parametrize("act", [wrong_checkpoint, late_checkpoint, freed_early], ids=lambda act: act.__name__)
+def test_a_segment_alone_knows_what_the_slots_hold(act: Callable[[Scene], object], tmp_path: Path) -> None:
+    scene = played(act, tmp_path / "t.arrow")
+    whole = told(scene.judge("state_differs"))
+    segments = cut(tmp_path / "t.arrow", tmp_path / "cut.arrow", seed=1, least=7, most=8)
+    found = []
+    for segment in segments:
+        folder = segment.with_suffix(".alone")
+        folder.mkdir()
+        replay(segment, settings=ReplaySettings(checks=("state_differs",)), report=folder)
+        found += pq.read_table(folder / "findings.parquet").to_pylist()
+    assert len(segments) > 1
+    assert [one[:4] for one in told(found)] == [one[:4] for one in whole]  # keyframes are events, too
+
+
+def test_an_unknown_token_makes_a_chain_unknown_and_positions_are_judged_still(tmp_path: Path) -> None:
+    def act(scene: Scene) -> None:
+        scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), inputs={(1, 1): -1})
+        scene.forward(Part(request=3, row=3, prefix=0, slots=(3, 4), state=3))
+        scene.copy_state(1, 3)
+        scene.forward(Part(request=3, row=3, prefix=2, slots=(5,), state=3))
+        scene.copy_state(1, 3)
+        scene.forward(Part(request=3, row=3, prefix=3, slots=(6,), state=3))
+
+    rows = played(act, tmp_path / "t.arrow").judge("state_differs")
+    assert [(row["cause"], row["position"]) for row in rows] == [("other_prefix", 2)]
+
+
+def test_the_forward_tells_what_happened_in_order(tmp_path: Path) -> None:
+    played(lambda scene: hit(healthy(scene)), tmp_path / "t.arrow").recorder.close()
+    names = ("op", "source", "slot")
+    rows = [
+        list(zip(*(view.ints(f"recurrent_{name}").tolist() for name in names), strict=True))
+        for view in read_trace(tmp_path / "t.arrow")
+        if view.kind == "forward"
+    ]
+    clear, copy, step = range(len(RECURRENT_OPS))
+    assert rows[:4] == [
+        [(clear, -1, 1), (step, -1, 1)],
+        [(step, 1, 1)],
+        [(copy, 1, CHECKPOINT), (step, 1, 1)],
+        [(copy, CHECKPOINT, 2), (step, 2, 2)],
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pool": 1, "slots": [1]}, {"slots": [99]}, {"slots": [1], "sources": [1, 2]}], ids=str
+)
+def test_a_wrong_call_ends_the_recording_and_not_the_engine(tmp_path: Path, wrong) -> None:
+    scene = played(healthy, tmp_path / "t.arrow")
+    scene.recorder.state_changed("copy", **{"pool": 0, "sources": [1], **wrong})
+    assert scene.recorder.off.startswith("state_changed: ")
+
+
+def test_slots_come_one_for_each_pool(tmp_path: Path) -> None:
+    scene = played(healthy, tmp_path / "t.arrow")
+    access = StateAccess(reads=[1], writes=[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scene, "_state_access", lambda *_: (access, access))
+        scene.forward(Part(request=1, row=1, prefix=5, slots=(6,), state=1))
+    assert "states has length 2" in scene.recorder.off
