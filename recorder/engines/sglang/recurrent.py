@@ -11,7 +11,6 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ...capture.host_arrays import own_int64
-from ...capture.recorder import Recorder
 from ...capture.recurrent import StateAccess, StateChange
 from ...trace.header import NotWatched, StatePool
 from ..common.hooking import Finish, Hook
@@ -71,7 +70,7 @@ def backend_of_all() -> Any:
 class StateHooks:
     """What is recorded of one runner's state pool, the header's `pool`; after a fault, that nobody knows what it holds."""
 
-    def __init__(self, recorder: Recorder, pool: int) -> None:
+    def __init__(self, recorder: Any, pool: int) -> None:
         self._recorder = recorder
         self._pool = pool
         self._failed = False

@@ -46,7 +46,7 @@ class SimulatedEngine:
         pools = [KvPool(group, index=index) for index, group in enumerate(layout.header.groups)]
         sources = {(pool.index, number): source for pool in pools for number, source in enumerate(pool.sources())}
         states = RecurrentStates(config) if config.recurrent else None
-        bytes_of = {} if states is None else {"state_sources": {0: [states.words]}}
+        bytes_of: dict[str, Any] = {} if states is None else {"state_sources": {0: [states.words]}}
         self.recorder = Recorder(path, layout.header, kv_sources=sources, **bytes_of, **recorder_options)
         self.history = SlotEvents(self.recorder, layout, page_size=config.page_size)
         self.memory = KvMemory(config, layout, pools=pools, history=self.history, counters=self.counters)

@@ -14,6 +14,7 @@ from ...process.settings import RecordingSettings
 from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from ..common.attachment import installed_version
 from .kv import KvCapture
+from .recurrent import SPEC, VllmStates
 
 # By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
 # subclass of these too: it is named and not recorded.
@@ -69,6 +70,7 @@ class VllmLayout:
         self.notes: list[str] = []
         self.not_watched: list[NotWatched] = []
         self.groups: list[VllmGroup] = []
+        self.states = VllmStates(runner)
         config = runner.kv_cache_config
         self._drafts = draft_layers(runner)
         drafts = [self._add(gid, group, int(config.num_blocks)) for gid, group in enumerate(config.kv_cache_groups)]
@@ -102,6 +104,11 @@ class VllmLayout:
             "it lies in the host's memory": getattr(group, "host_resident", False),
         }
         why = next((reason for reason, holds in reasons.items() if holds), "")
+        if type(first).__name__ == SPEC:
+            unknown = self.states.add(gid, group, first, num_blocks)
+            if not unknown:
+                return None
+            why = f"its KV is a {SPEC}: {unknown}"
         if why:
             name = f"KV-cache group {gid} ({', '.join(group.layer_names[:1])})"
             self.notes.append(f"{name} is not recorded: {why}")
@@ -159,6 +166,7 @@ def describe_engine(
         groups=tuple(_pool_group(layout, group) for group in layout.all_groups),
         tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in layout.all_groups),
         runners=tuple(runners),
+        states=tuple(layout.states.pools),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
         ranks=ranks_of(config.parallel_config),
         run_id=run_id(),

@@ -109,7 +109,7 @@ class VllmRecording:
             note = f"every forward waits for the device: {why}"
             logger.warning("kvcanary: %s", note)
             header = dataclasses.replace(header, notes=(*header.notes, note))
-        return Recorder(path, header, **options)
+        return Recorder(path, header, state_sources=layout.states.parts if settings.capture_bytes else {}, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
         """Hook this engine's own parts; `on_history_fault` is called when the slot history failed, which is over then."""
@@ -121,6 +121,7 @@ class VllmRecording:
 
         self._history_fault: OnFault = history_fault
         self.layout.kv.attach(on_fault)
+        self.layout.states.attach(self.recorder, on_fault)
         if self.history is not None:
             self.history.attach(lambda hook: while_true(lambda: self.history is not None, hook), history_fault)
         self.external.attach(on_fault)
@@ -245,6 +246,8 @@ class VllmRecording:
         self.external.before_model(step, self.output, running)
         self.drafts.requests = running
         forwards = forwards_of(step, self.layout.groups, running, self.requests)
+        if len(forwards) == 1:  # of several, nobody saw what was there between them
+            forwards = [(self.layout.states.beside(forwards[0][0], step.given), *forwards[0][1:])]
         for known in running:
             known.fresh = False
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]

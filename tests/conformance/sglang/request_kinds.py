@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import CPU_ENGINE, ENVIRONMENT, MODELS
+from state_faults import free_states_early, overwrite_a_checkpoint, restore_another_checkpoint, save_checkpoints_late
 
 PICTURES = 490  # and the nine tokens behind it, see `use_placeholders`
 
@@ -310,6 +311,15 @@ KINDS: dict[str, Kind] = {
     "recurrent-flushed": Kind(run=flushed, model="lfm2", canary=False),
     "recurrent-retracted": Kind(run=plain, model="lfm2", canary=False, retracts=True, statuses=("retracted",)),
     "recurrent-turns-evicted": Kind(run=turns, model="lfm2", options=SMALL, canary=False),
+    **{
+        f"recurrent-{name}": Kind(run=turns, model="lfm2", canary=False, fault=fault, finds=("state_differs",))
+        for name, fault in (
+            ("another-checkpoint", restore_another_checkpoint),
+            ("freed-early", free_states_early),
+            ("saved-late", save_checkpoints_late),
+            ("overwritten", overwrite_a_checkpoint),
+        )
+    },
     "turns": Kind(run=turns, options={"page_size": 4}),
     "same-id": Kind(run=same_id),
     "same-id-overlap": Kind(run=same_id, options=OVERLAP),

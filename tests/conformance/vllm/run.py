@@ -57,7 +57,7 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
   blocks: a draft that writes a cached prefix or another request's slot is found. Its tokens, its positions, its bytes and
   what it reads are not looked at.
 - **Warm-up.** A recording begins behind `compile_or_warm_up_model`.
-- **Not recorded, and named in the log and the header**: Mamba and other state, chunked-local and cross attention, groups in
+- **Not recorded, and named in the log and the header**: Mamba and other state on devices, chunked-local and cross attention, groups in
   the host's memory. Not recorded at all: context parallelism. Images: the positions are judged by their placeholder tokens;
   multi-dimensional positions are recorded as places in the sequence.
 - **GPUs**, and the V2 runner: conformance-vllm-gpu.md.

@@ -1,0 +1,110 @@
+"""vLLM's recurrent state (Mamba, linear attention, short convolutions), of engines on the CPU.
+
+A state lies in a block of its group: `mamba_cache_mode` "none" has one for each request, "align" one for each stretch of
+`block_size` tokens, whose last state the prefix cache keeps; before a forward that begins another block the runner copies the
+state there. The layers read and write the blocks that their metadata name, those of decodes first.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from ....kernels.arrays import Int64Array
+from ...capture.forward_input import ForwardInput
+from ...capture.host_arrays import own_int64
+from ...capture.recurrent import StateAccess
+from ...trace.header import StatePool
+from ..common.hooking import Finish, OnFault, wrap_function
+from .kv import layer_number
+
+SPEC: Final = "MambaSpec"
+MODES: Final = ("none", "align")
+MOST_BYTES: Final = 4096  # of each part of a block that are hashed
+UTILS: Final = "vllm.v1.worker.mamba_utils"
+
+
+class VllmStates:
+    """The groups of recurrent layers whose states a trace can hold; `parts[pool]` are the tensors of a pool's first layer."""
+
+    def __init__(self, runner: Any) -> None:
+        self.pools: list[StatePool] = []
+        self.parts: dict[int, list[Any]] = {}
+        self._gids: list[int] = []
+        self._layers: list[str] = []
+        self._config = runner.kv_cache_config
+        self._vllm_config = runner.vllm_config
+        self._device = getattr(getattr(runner, "device", None), "type", "")
+        self._copied: list[tuple[int, int, int]] = []  # pool, source, block: about to be
+        self._failed = False
+
+    def add(self, gid: int, group: Any, spec: Any, num_blocks: int) -> str:
+        """Add a group, or say why it is not recorded."""
+        config, name = self._vllm_config, group.layer_names[0]
+        layer = config.compilation_config.static_forward_context.get(name)
+        parts: Any = getattr(layer, "kv_cache", None)
+        fits = isinstance(parts, list | tuple) and len(parts) > 0
+        fits = fits and all(hasattr(part, "stride") and len(part) == num_blocks for part in parts)
+        reasons = {
+            "states on a device are not recorded": self._device != "cpu",
+            "states in this mode of caching are not recorded": getattr(spec, "mamba_cache_mode", "") not in MODES,
+            "states that drafts roll back are not recorded": getattr(config, "speculative_config", None) is not None,
+            "states that come from elsewhere are not recorded": getattr(config, "kv_transfer_config", None) is not None,
+            "checkpoints that a forward saves itself are not recorded": (
+                bool(getattr(spec, "num_prefill_checkpoint_blocks", 0))
+                or bool(getattr(getattr(config, "cache_config", None), "use_replayssm", False))
+            ),
+            "a state is laid out in a way that is not known": not fits,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "")
+        if not why:
+            number = len(self.pools)
+            sizes = {"num_slots": num_blocks, "num_layers": len(group.layer_names), "hashed_bytes": MOST_BYTES}
+            self.pools.append(StatePool(name=f"mamba{number or ''}", layer=layer_number(name), **sizes))
+            self.parts[number] = list(parts)
+            self._gids.append(gid)
+            self._layers.append(name)
+        return why
+
+    def beside(self, given: ForwardInput, metadata: Any) -> ForwardInput:
+        """Return a whole step's forward with the blocks that its layers read and write by their metadata."""
+        found = tuple(self._access(metadata, layer, given.prefix_lens) for layer in self._layers)
+        return replace(given, states=found) if found else given
+
+    def _access(self, metadata: Any, layer: str, prefix: Int64Array) -> StateAccess | None:
+        mine = metadata.get(layer) if isinstance(metadata, dict) else None
+        parts = [getattr(mine, f"state_indices_tensor_{kind}", None) for kind in ("d", "p")]
+        slots = np.concatenate([own_int64([] if part is None else part.reshape(-1)) for part in parts])
+        if self._failed or slots.size != prefix.size:
+            return None
+        return StateAccess(reads=np.where(prefix > 0, slots, -1), writes=slots)
+
+    def attach(self, recorder: Any, on_fault: OnFault) -> None:
+        """Hook what copies states from block to block; `recorder` gets it."""
+        utils = sys.modules.get(UTILS)
+        if not self.pools or utils is None:
+            return
+
+        def on_collect(*args: Any, **kwargs: Any) -> None:
+            failed, self._failed = self._failed, True
+            names = ("_", "config", "_", "gids", "source", "block", "bias", "request")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if given["config"] is self._config:
+                for pool, gid in enumerate(self._gids):
+                    blocks = given["request"].block_ids[gid]
+                    self._copied.append((pool, blocks[given["source"]], blocks[given["block"]]))
+                failed = failed or given["bias"] != 0  # of tokens that were accepted: no plain copy
+            self._failed = failed
+
+        def on_copy(*_args: Any, **_kwargs: Any) -> Finish:
+            return done
+
+        def done(_: Any, error: BaseException | None) -> None:
+            self._failed = self._failed or error is not None
+            for pool, source, block in self._copied:
+                recorder.state_changed("copy", pool=pool, slots=[block], sources=[source])
+            self._copied.clear()
+
+        wrap_function(utils, "collect_mamba_copy_meta", on_collect, on_fault)
+        wrap_function(utils, "do_mamba_copy_block", on_copy, on_fault)
