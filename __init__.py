@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .recorder.capture.paged import BlockUse, PagedRecorder
     from .recorder.capture.privacy import Privacy
     from .recorder.capture.recorder import Recorder
+    from .recorder.capture.recurrent import StateAccess
     from .recorder.errors import TraceError
     from .recorder.process.environment import read_environment
     from .recorder.trace.header import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         Oracle,
         PoolGroup,
         Runner,
+        StatePool,
         StateTable,
         TraceHeader,
     )
@@ -59,6 +61,8 @@ EXPORTS: Final = {
     "Runner": "recorder.trace.header",
     "SqlSession": "analysis.store.session",
     "SqlError": "analysis.errors",
+    "StateAccess": "recorder.capture.recurrent",
+    "StatePool": "recorder.trace.header",
     "StateTable": "recorder.trace.header",
     "Summary": "replayer.report.summary",
     "TableRead": "recorder.capture.forward_input",
@@ -97,6 +101,8 @@ __all__ = [
     "Runner",
     "SqlError",
     "SqlSession",
+    "StateAccess",
+    "StatePool",
     "StateTable",
     "Summary",
     "TableRead",

@@ -104,6 +104,13 @@ def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:
         ("ranks", ranks_text),
     ]
     rows += [(f"pool {number}", _pool(group)) for number, group in enumerate(header.groups)]
+    rows += [
+        (
+            f"states {i}",
+            f"{p.name}, {p.num_slots:,} slots, {p.hashed_bytes:,} bytes of a part of layer {p.layer} hashed",
+        )
+        for i, p in enumerate(header.states)
+    ]
     rows += [(f"table {i}", f"{t.name} [{t.rows:,}, {t.width:,}] int32") for i, t in enumerate(header.tables)]
     rows += [(f"lut {i}", f"full to SWA [{length:,}]") for i, length in enumerate(header.lut_lens)]
     every = capture.kv_watch_every

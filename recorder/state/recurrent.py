@@ -146,8 +146,8 @@ def _prefix_chain(forward: Forward, truth: Truth, request: int, length: int) -> 
     tokens = truth[row, :length]
     if len(tokens) < length or (tokens == UNKNOWN_TOKEN).any():
         return 0
-    total = _words(tokens, np.arange(length)).sum(dtype=np.uint64).astype(np.int64)
-    return int(_nonzero(np.array([total + np.int64(_NOTHING_READ)]))[0])
+    total = _words(tokens, np.arange(length)).sum(dtype=np.uint64, keepdims=True).view(np.int64)
+    return int(_nonzero(total + _NOTHING_READ)[0])
 
 
 def _words(tokens: npt.NDArray[np.integer], positions: Int64Array) -> npt.NDArray[np.uint64]:

@@ -14,7 +14,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.trace.batch import TraceBatch
-from ...recorder.trace.header import PoolGroup, TraceHeader
+from ...recorder.trace.header import PoolGroup, StatePool, TraceHeader
 from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
 from ..checks import CHECK_NAMES
 
@@ -130,6 +130,7 @@ def coverage(
     rows = [_forwards(judged, recorded), *_left_out(header)]
     for group in header.groups:
         rows += [_layers(group, header), _bytes(group, header, str(settings["kv_hash"]))]
+    rows += [_states(pool) for pool in header.states]
     for index, (runner, counted) in enumerate(zip(header.runners, figures.tolist(), strict=True)):
         name = runner.name
         if not counted[_FORWARDS] and judged:
@@ -215,6 +216,15 @@ def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
         if watched[-1] < total:
             words = f"layers {number_runs(rest)}"
     return Watched("layers", group.name, len(watched), total, reason, words)
+
+
+def _states(pool: StatePool) -> Watched:
+    """Return of how many layers the bytes of recurrent state are hashed: their first ones, of one layer."""
+    total, watched = pool.num_layers or None, min(1, pool.hashed_bytes)
+    rest = "every layer" if not watched else f"every layer but {pool.layer}"
+    words = "" if watched == total else f"recurrent state of {rest}"
+    reason = f"the first {pool.hashed_bytes:,} bytes of each part are hashed" if watched else "its bytes are not read"
+    return Watched("states", pool.name, watched, total, reason, words)
 
 
 def number_runs(numbers: Sequence[int], *, most: int = _MOST_NAMED) -> str:

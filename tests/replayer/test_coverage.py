@@ -8,7 +8,16 @@ from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.runner import ForwardRunner as SimulatedRunner
 from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
-from kvcanary.recorder.trace.header import KvStream, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
+from kvcanary.recorder.trace.header import (
+    KvStream,
+    NotWatched,
+    PoolGroup,
+    Ranks,
+    Runner,
+    StatePool,
+    StateTable,
+    TraceHeader,
+)
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.cli.printer import ranks_there
 from kvcanary.replayer.cli.screen import one_line, show
@@ -53,6 +62,18 @@ def _rows(header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | 
 def test_layers_bytes_and_history_are_named() -> None:
     words = not_watched(_rows(_header()))
     assert words == ["layers 1-3", "96 of a slot's 128 bytes (--kv-hash partial)", "who held a slot (no slot history)"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "words"),
+    [
+        (StatePool(name="mamba", num_slots=8, num_layers=1, hashed_bytes=16), []),
+        (StatePool(name="mamba", num_slots=8, num_layers=5, hashed_bytes=16), ["recurrent state of every layer but 0"]),
+        (StatePool(name="mamba", num_slots=8, num_layers=5), ["recurrent state of every layer"]),
+    ],
+)
+def test_layers_whose_recurrent_state_is_not_read_are_named(pool: StatePool, words: list[str]) -> None:
+    assert [word for word in not_watched(_rows(_header(states=(pool,)))) if "state" in word] == words
 
 
 def test_a_recording_that_watches_everything_names_nothing() -> None:

@@ -114,6 +114,8 @@ def _is_of(row: dict, fault: dict) -> bool:
         return mine and here and row["kind"] == "write_to_foreign_slot"
     if kind.startswith("attention"):
         return mine and row["kind"].startswith("attention")
+    if kind.startswith("state"):
+        return mine and row["kind"] == "state_differs"
     if kind == "block_table":
         return mine and here
     if kind == "slot_mapping":

@@ -61,6 +61,11 @@ SETUPS = {
     "hybrid-nocache": Setup(model="hybrid", arguments={"enable_prefix_caching": False}),
     "hybrid-preempt": Setup(model="hybrid", arguments={"num_gpu_blocks_override": 22}),
     "hybrid-async": Setup(model="hybrid", arguments={"async_scheduling": True}),
+    # Short convolutions beside attention: a state for each block of tokens, or for each request.
+    "recurrent": Setup(model="lfm2"),
+    "recurrent-nocache": Setup(model="lfm2", arguments={"enable_prefix_caching": False}),
+    "recurrent-preempt": Setup(model="lfm2", arguments={"num_gpu_blocks_override": 22}),
+    "recurrent-async": Setup(model="lfm2", arguments={"async_scheduling": True}),
     # A draft model whose layers share the target's blocks.
     "llama-eagle": Setup(model="llama", arguments={**EAGLE, "max_num_batched_tokens": 64}, sweep=3),
     "llama-eagle-preempt": Setup(
@@ -100,6 +105,8 @@ FAULTS = {
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
     "llama-async": ("block_table", "slot_mapping", "token"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
+    "recurrent": ("state_byte", "state_block", "state_copy"),
+    "recurrent-nocache": ("state_byte", "state_block"),
     "hybrid-async": (
         "block_table",
         "slot_mapping",

@@ -39,6 +39,7 @@ def import_engine() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
     import vllm.model_executor.models.gemma3
+    import vllm.model_executor.models.lfm2
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.mistral
     import vllm.v1.attention.backends.cpu_attn

@@ -38,6 +38,9 @@ def install_faults() -> None:
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
         return
+    if fault in ("state_block", "state_copy"):
+        install_state_faults(injector, GPUModelRunner)
+        return
     GPUModelRunner._preprocess = faulty_preprocess
     GPUModelRunner.execute_model = restoring_execute
 
@@ -74,6 +77,37 @@ def install_attention_faults(injector, runner_class) -> None:
     CPUAttentionBackendImpl.forward = faulty_forward
 
 
+def install_state_faults(injector, runner_class) -> None:
+    """Have the blocks changed that recurrent layers read, or that their states are copied from, in a step."""
+    from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
+    from vllm.v1.worker import mamba_utils
+
+    execute, build = runner_class.execute_model, ShortConvAttentionMetadataBuilder.build
+    collect = mamba_utils.collect_mamba_copy_meta
+
+    def faulty_execute(runner, output, *args, **kwargs):
+        injector.stepping, injector.building = (runner, output), None
+        return execute(runner, output, *args, **kwargs)
+
+    def faulty_build(builder, *args, **kwargs):
+        metadata = build(builder, *args, **kwargs)
+        runner, output = injector.stepping
+        if output.num_scheduled_tokens and injector.fault == "state_block":
+            injector.before(runner, output, metadata)
+        return metadata
+
+    def faulty_collect(bufs, config, funcs, gids, source, block, bias, request, context):
+        runner, _ = injector.stepping
+        if injector.fault == "state_copy" and source > 0 and injector.due():
+            mark(runner, {"fault": injector.fault, "request": request.req_id, "block": request.block_ids[gids[0]][0]})
+            source = 0  # the prompt's first checkpoint
+        collect(bufs, config, funcs, gids, source, block, bias, request, context)
+
+    runner_class.execute_model = faulty_execute
+    ShortConvAttentionMetadataBuilder.build = faulty_build
+    mamba_utils.collect_mamba_copy_meta = faulty_collect
+
+
 def install_draft_faults(injector, runner_class) -> None:
     """Have the slots changed that a draft's first layers are given in a step."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -100,8 +134,9 @@ class Injector:
     """Injects one kind of fault every few steps, at a random place of a random request."""
 
     def __init__(self, fault: str, seed: int) -> None:
-        self._inject = getattr(self, fault)
-        self._fault = fault
+        self._inject = getattr(self, fault, None)
+        self.fault = fault
+        self.stepping = None
         self._rng = random.Random(seed)
         self._steps = 0
         self._next = self._rng.randrange(4, 9)
@@ -125,8 +160,13 @@ class Injector:
             done = self._inject(runner, fed, *request)
             if done is not None:
                 self._next = self._steps + EVERY + self._rng.randrange(3)
-                mark(runner, {"fault": self._fault, "request": request[1], "prefix": request[2], **done})
+                mark(runner, {"fault": self.fault, "request": request[1], "prefix": request[2], **done})
                 return
+
+    def due(self) -> bool:
+        """Say whether it is time for a fault of something that happens rarely: every other time."""
+        self._steps += 1
+        return self._steps % 2 == 0
 
     def after(self) -> None:
         """Put back what must not last."""
@@ -234,6 +274,34 @@ class Injector:
         value = kv.view(blocks, heads, 2 * tokens, width // 2)[slot // size, 0, tokens + slot % size]
         value.view(torch.uint8)[self._rng.randrange(16)] ^= 0xFF
         return {"group": group, "position": position, "slot": slot, "count": 1}
+
+    def state_byte(self, runner, fed, row, name, prefix, at, extend):
+        """Flip a byte of the recurrent state that a request goes on from in this step."""
+        import torch
+
+        if not prefix:
+            return None
+        gid = next(
+            n for n, group in enumerate(runner.kv_cache_config.kv_cache_groups) if "conv" in group.layer_names[0]
+        )
+        spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
+        column = (prefix + extend - 1) // spec.block_size if spec.mamba_cache_mode == "align" else 0
+        block = int(runner.input_batch.block_table[gid].block_table.gpu[row, column])
+        layer = runner.kv_cache_config.kv_cache_groups[gid].layer_names[0]
+        state = runner.compilation_config.static_forward_context[layer].kv_cache[0]
+        state[block].reshape(-1)[:4].view(torch.uint8)[self._rng.randrange(16)] ^= 0x55
+        return {"slot": block}
+
+    def state_block(self, runner, fed, row, name, prefix, at, extend):
+        """Let a request's recurrent layers go on from another's state, and write theirs there."""
+        parts = [part for part in (fed.state_indices_tensor_d, fed.state_indices_tensor_p) if part is not None]
+        places = [(part, n) for part in parts for n in range(part.shape[0])]
+        others = [other for other in range(runner.input_batch.num_reqs) if other != row]
+        if not prefix or not others or len(places) != runner.input_batch.num_reqs:
+            return None
+        (mine, n), (theirs, m) = places[row], places[self._rng.choice(others)]
+        mine[n] = theirs[m].clone()
+        return {"slot": int(mine[n].reshape(-1)[0])}
 
     def attention_prefix(self, runner, fed, row, name, prefix, at, extend):
         """Let attention lose the cached prefix of a request: it is told of the step's own tokens only."""

@@ -11,7 +11,7 @@ from kvcanary.recorder.trace.schema import RECURRENT_OPS
 from kvcanary.replayer.checks import CHECK_NAMES
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from ...support.raw_traces import cut
+from ...support.raw_traces import cut, read_raw, write_raw
 from .scene import Part, Scene, told
 
 CHECKPOINT, OTHER = 6, 7
@@ -202,3 +202,18 @@ def test_slots_come_one_for_each_pool(tmp_path: Path) -> None:
         patch.setattr(scene, "_state_access", lambda *_: (access, access))
         scene.forward(Part(request=1, row=1, prefix=5, slots=(6,), state=1))
     assert "states has length 2" in scene.recorder.off
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("pool", 1), ("op", 3), ("op", -1), ("request", 7), ("source", -1), ("source", 99), ("slot", 99), ("slot", -1)],
+)
+def test_what_contradicts_itself_is_left_out(tmp_path: Path, column: str, value: int) -> None:
+    played(late_checkpoint, tmp_path / "t.arrow").recorder.close()
+    header, events = read_raw(tmp_path / "t.arrow")
+    of_copies = next(event for event in events if RECURRENT_OPS.index("copy") in event.ints.get("recurrent_op", ()))
+    at = 1 if column == "request" else 0  # of a step, else of a copy
+    of_copies.ints[f"recurrent_{column}"][at] = value
+    summary = replay(write_raw(tmp_path / "bad.arrow", header, events), settings=ReplaySettings(), report=None)
+    assert summary.num_gaps == 1
+    assert "recurrent_* name" in summary.gaps[0]

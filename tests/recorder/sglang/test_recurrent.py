@@ -1,0 +1,111 @@
+"""SGLang's state pools: which are watched, where a forward's slots are read, and what is recorded of copies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.engines.common.hooking import wrap_method
+from kvcanary.recorder.engines.sglang.recurrent import StateHooks, state_pool
+from kvcanary.recorder.trace.header import NotWatched, StatePool
+
+
+class MambaPool:
+    """Two layers of four slots: a convolution's window and no more."""
+
+    def __init__(self) -> None:
+        self.mamba_layer_ids = [2, 5]
+        self.mamba_cache = SimpleNamespace(conv=[torch.zeros(2, 4, 3, 2)], temporal=torch.zeros(2, 4, 0))
+
+    def copy_from(self, src_indices: Any, dst_indices: Any) -> None:
+        self.mamba_cache.conv[0][:, dst_indices] = self.mamba_cache.conv[0][:, src_indices]
+
+    def clear_slots(self, indices: Any) -> None:
+        self.mamba_cache.conv[0][:, indices] = 0
+
+
+class HybridReqToTokenPool(SimpleNamespace):
+    """Has the states beside its rows."""
+
+
+class OtherMambaPool(MambaPool):
+    """May keep its slots otherwise."""
+
+
+def runner(pool: Any, *, rows: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    return SimpleNamespace(
+        req_to_token_pool=HybridReqToTokenPool(mamba_pool=pool, **(rows or {})),
+        token_to_kv_pool=SimpleNamespace(),
+        server_args=SimpleNamespace(**arguments),
+    )
+
+
+def test_the_first_layers_parts_of_a_known_pool_are_watched() -> None:
+    found = state_pool(runner(MambaPool(), disaggregation_mode="null"), 0)
+    assert isinstance(found, tuple)
+    pool, parts = found
+    assert pool == StatePool(name="MambaPool", num_slots=4, layer=2, num_layers=2, hashed_bytes=4096)
+    assert [tuple(part.shape) for part in parts] == [(4, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda: runner(OtherMambaPool()), "does not know"),
+        (lambda: runner(MambaPool(), rows={"enable_mamba_extra_buffer": True}), "a forward saves itself"),
+        (lambda: runner(MambaPool(), rows={"mamba_ckpt_pool": object()}), "another pool"),
+        (lambda: runner(MambaPool(), speculative_algorithm="EAGLE"), "drafts"),
+        (lambda: runner(MambaPool(), enable_hierarchical_cache=True), "another pool"),
+        (lambda: runner(MambaPool(), disaggregation_mode="decode"), "another pool"),
+    ],
+)
+def test_what_is_not_understood_is_named(made: Any, reason: str) -> None:
+    found = state_pool(made(), 0)
+    assert isinstance(found, NotWatched)
+    assert reason in found.reason
+
+
+def test_a_runner_without_states_has_nothing_to_name() -> None:
+    assert state_pool(runner(None), 0) is None
+
+
+class Told:
+    def __init__(self) -> None:
+        self.changes: list[tuple] = []
+
+    def state_changed(self, change: str, *, pool: int, slots: Any, sources: Any) -> None:
+        self.changes.append((change, pool, slots.tolist(), sources.tolist()))
+
+
+def hooked() -> tuple[MambaPool, Told, StateHooks]:
+    pool, told = MambaPool(), Told()
+    hooks = StateHooks(told, 0)
+    for name, hook in hooks.hooks().items():
+        assert wrap_method(pool, name, hook, lambda *_: None)
+    return pool, told, hooks
+
+
+def backend(*slots: int) -> Any:
+    indices = torch.tensor(slots, dtype=torch.int32)
+    return SimpleNamespace(
+        linear_attn_backend=SimpleNamespace(forward_metadata=SimpleNamespace(mamba_cache_indices=indices))
+    )
+
+
+def test_copies_and_clears_are_told_once_they_are_done() -> None:
+    pool, told, hooks = hooked()
+    pool.copy_from(torch.tensor([1]), torch.tensor([3]))
+    pool.clear_slots(torch.tensor([1, 2]))
+    assert told.changes == [("copy", 0, [3], [1]), ("clear", 0, [1, 2], [])]
+    access = hooks.access(backend(3, 1), np.array([4, 0]))
+    assert access is not None
+    assert (access.reads.tolist(), access.writes.tolist()) == ([3, -1], [3, 1])
+
+
+def test_after_a_change_that_failed_nobody_knows_what_the_slots_hold() -> None:
+    pool, _, hooks = hooked()
+    with pytest.raises(IndexError):
+        pool.copy_from(torch.tensor([9]), torch.tensor([3]))
+    assert hooks.access(backend(3, 1), np.array([4, 0])) is None
+    assert hooked()[2].access(SimpleNamespace(), np.array([4])) is None

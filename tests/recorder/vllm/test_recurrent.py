@@ -1,0 +1,97 @@
+"""vLLM's state groups: which are watched, which blocks a step reads and writes, and what is recorded of copies."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.engines.vllm import recurrent
+from kvcanary.recorder.engines.vllm.recurrent import VllmStates
+from kvcanary.recorder.trace.header import StatePool
+
+BLOCKS = 6
+GROUP = SimpleNamespace(layer_names=["model.layers.2.conv", "model.layers.3.conv"])
+
+
+def runner(*, device: str = "cpu", parts: Any = None, **config: Any) -> Any:
+    layer = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 3, 2)] if parts is None else parts)
+    compilation = SimpleNamespace(static_forward_context=dict.fromkeys(GROUP.layer_names, layer))
+    return SimpleNamespace(
+        kv_cache_config=object(),
+        device=SimpleNamespace(type=device),
+        vllm_config=SimpleNamespace(compilation_config=compilation, **config),
+    )
+
+
+def forward(*prefix: int) -> ForwardInput:
+    nothing: Any = {name: [] for name in ("request_ids", "extend_lens", "input_ids", "positions")}
+    return ForwardInput(mode="mixed", prefix_lens=np.array(prefix), out_cache_loc=(), reads=(), **nothing)
+
+
+def spec(mode: str = "align", **more: Any) -> Any:
+    return SimpleNamespace(mamba_cache_mode=mode, **more)
+
+
+@pytest.mark.parametrize(
+    ("made", "of", "why"),
+    [
+        (runner(), spec(), ""),
+        (runner(), spec("none"), ""),
+        (runner(), spec("all"), "mode of caching"),
+        (runner(), spec(num_prefill_checkpoint_blocks=1), "a forward saves itself"),
+        (runner(device="cuda"), spec(), "on a device"),
+        (runner(speculative_config=object()), spec(), "drafts"),
+        (runner(kv_transfer_config=object()), spec(), "elsewhere"),
+        (runner(parts=[torch.zeros(3, 2)]), spec(), "laid out"),
+    ],
+)
+def test_what_is_understood_is_watched_and_the_rest_named(made: Any, of: Any, why: str) -> None:
+    states = VllmStates(made)
+    said = states.add(1, GROUP, of, BLOCKS)
+    assert (why in said) if why else said == ""
+    expected = StatePool(name="mamba", num_slots=BLOCKS, layer=2, num_layers=2, hashed_bytes=4096)
+    assert states.pools == ([] if why else [expected])
+
+
+def test_a_step_reads_and_writes_the_blocks_of_its_metadata_decodes_first() -> None:
+    states = VllmStates(runner())
+    states.add(1, GROUP, spec(), BLOCKS)
+    metadata = SimpleNamespace(
+        state_indices_tensor_d=torch.tensor([[4], [2]]), state_indices_tensor_p=torch.tensor([5], dtype=torch.int32)
+    )
+    given = forward(7, 9, 0)
+    (access,) = states.beside(given, {GROUP.layer_names[0]: metadata}).states
+    assert access is not None
+    assert (access.reads.tolist(), access.writes.tolist()) == ([4, 2, -1], [4, 2, 5])
+    assert states.beside(given, None).states == (None,)
+
+
+def test_copies_between_blocks_are_told_and_after_another_kind_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    utils: Any = ModuleType(recurrent.UTILS)
+    utils.collect_mamba_copy_meta = lambda *_args: None
+    utils.do_mamba_copy_block = lambda _bufs: None
+    monkeypatch.setitem(sys.modules, recurrent.UTILS, utils)
+    engine, told = runner(), []
+    states = VllmStates(engine)
+    states.add(1, GROUP, spec(), BLOCKS)
+    states.attach(SimpleNamespace(state_changed=lambda change, **of: told.append((change, of))), lambda *_: None)
+    request = SimpleNamespace(block_ids=[[], [3, 5]])
+
+    def copy(config: Any, bias: int) -> None:
+        utils.collect_mamba_copy_meta(None, config, None, [1], 0, 1, bias, request, None)
+        utils.do_mamba_copy_block(None)
+
+    copy(engine.kv_cache_config, 0)
+    copy(object(), 0)  # another runner's
+    assert told == [("copy", {"pool": 0, "slots": [5], "sources": [3]})]
+    metadata = {
+        GROUP.layer_names[0]: SimpleNamespace(state_indices_tensor_d=torch.tensor([5]), state_indices_tensor_p=None)
+    }
+    assert states.beside(forward(4), metadata).states != (None,)
+    copy(engine.kv_cache_config, 1)
+    assert states.beside(forward(4), metadata).states == (None,)
