@@ -1,13 +1,13 @@
 """Everything that the page shows, as plain data: asked once, bounded whatever the size of the report."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ... import __version__
 from ..store.session import SqlSession
 from ..store.sources import Source
-from ..store.triage import is_whole, lost_line, triage
+from ..store.triage import MAX_INCIDENTS, Answer, is_whole, lost_line, triage, triage_incident
 from .ask import Ask, Limits, page_sql, plain
 from .found import DAMAGE_CLASS, chain_windows, find_subjects, slot_map
 
@@ -37,13 +37,16 @@ def page_content(session: SqlSession, source: Source, limits: Limits) -> dict[st
                     "reached": ask.table(page_sql("subject_requests", subject.values(limits.requests))),
                     "map": slot_map(ask, subject, {g["pool_group"]: g["num_slots"] for g in groups}, limits),
                     "chains": chain_windows(ask, subject, groups, limits),
+                    "questions": _questions(ask, triage_incident(session, subject.facts["number"]).answers)
+                    if are_incidents and len(subjects) > 1 and subject.facts["number"] <= MAX_INCIDENTS
+                    else None,
                 }
                 for subject in subjects
             ],
         },
         "timeline": _timeline(ask, limits),
         "requests": request_lives(ask, limits),
-        "questions": _questions(session, ask),
+        "questions": _questions(ask, triage(session).answers),
         "rows": {
             "kinds": ask.table(page_sql("kinds", {"class": DAMAGE_CLASS, "limit": limits.rows})),
             "spread": ask.table(page_sql("spread", {"limit": limits.rows})),
@@ -72,14 +75,14 @@ def _timeline(ask: Ask, limits: Limits) -> dict[str, Any]:
     return {"last": span, "width": width, **tables}
 
 
-def _questions(session: SqlSession, ask: Ask) -> list[dict[str, Any]]:
+def _questions(ask: Ask, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return [
         {
             "question": answer.question,
             "words": plain(answer.words),
             "queries": [ask.query(sql) for sql in (answer.first_sql, answer.overall_sql) if sql],
         }
-        for answer in triage(session).answers
+        for answer in answers
     ]
 
 

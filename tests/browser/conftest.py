@@ -83,7 +83,7 @@ def show(browser):
     """Opens a page at a width and in a theme; at the end it must have asked nothing of the network, nor complained."""
     opened = []
 
-    def show(path, *, width=1280, height=900, dark=False, silent=True):
+    def show(path, *, width=1280, height=900, dark=False, silent=True, hash_=""):
         context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light",
             has_touch=width < 600, reduced_motion="reduce",
@@ -105,7 +105,7 @@ def show(browser):
         page.on("console", lambda message: watched.said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: watched.said.append(f"error: {error}"))
         page.on("dialog", lambda dialog: (watched.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.goto(address)
+        page.goto(address + hash_)
         page.wait_for_selector("html[data-ready]")
         page.wait_for_function(
             "document.querySelectorAll('.plot svg').length === document.querySelectorAll('.plot').length"

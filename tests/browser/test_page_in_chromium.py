@@ -96,13 +96,34 @@ def test_clicking_a_row_of_the_map_chooses_its_slot(pages, show):
 
 
 def test_several_incidents_take_the_other_pictures_along(pages, show):
-    page = show(pages("sglang/req_to_token_h200.arrow"))
+    page = show(pages("corpus/sglang-append_with_wrong_stride.arrow"))
     items = page.locator("#subjects [role=option]")
     assert items.count() > 1
     before = page.inner_text("#slots"), page.inner_text("#subjects .detail")
     items.nth(1).click()
     assert (page.inner_text("#slots"), page.inner_text("#subjects .detail")) != before
     assert items.nth(1).get_attribute("aria-selected") == "true"
+
+
+def test_an_address_opens_on_an_incident_and_its_slot(pages, show):
+    made = pages("corpus/sglang-append_with_wrong_stride.arrow")
+    page = show(made)
+    first = texts(page, "#questions dd")
+    page.locator("#subjects [role=option]").nth(1).click()
+    assert page.inner_text("#questions h2") == "Questions asked of incident #2"
+    assert texts(page, "#questions dd") != first
+    slots = page.locator("#slots [role=option]")
+    chosen = slots.nth(1).inner_text()
+    slots.nth(1).click()
+    address = page.evaluate("location.hash")
+    assert address == f"#incident=2&slot=0:{chosen}"
+    for asked in (address, f"#incident=2&slot={chosen}", f"#slot={chosen}"):
+        again = show(made, hash_=asked)
+        assert again.locator("#subjects [aria-selected=true]").inner_text().startswith("#2")
+        assert again.inner_text(".slot-detail h3") == f"Slot {int(chosen):,}"
+        assert slots.nth(1).get_attribute("aria-selected") == "true"
+        assert again.evaluate("document.getElementById('slots').getBoundingClientRect().top < innerHeight")
+    assert show(made, hash_="#incident=99").locator("#subjects [aria-selected=true]").inner_text().startswith("#1")
 
 
 def test_a_brush_over_the_strip_zooms_every_picture(pages, show):

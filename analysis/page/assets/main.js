@@ -3,18 +3,23 @@
 function drawQuestions() {
   const section = byId("questions");
   section.hidden = page.questions.length === 0;
-  fill(
-    section,
-    el("h2", { id: "questions-title" }, "Questions asked of every damage"),
-    el(
-      "dl",
-      { class: "questions" },
-      page.questions.map((item) => [
-        el("dt", {}, item.question),
-        el("dd", {}, item.words, " ", el("button", { type: "button", class: "sql", "aria-haspopup": "dialog", onclick: () => openSql(item.queries, item.question) }, "SQL")),
-      ]),
-    ),
-  );
+  const update = () => {
+    const { number, questions } = subject() ?? {};
+    fill(
+      section,
+      el("h2", { id: "questions-title" }, questions ? `Questions asked of incident #${number}` : "Questions asked of every damage"),
+      el(
+        "dl",
+        { class: "questions" },
+        (questions ?? page.questions).map((item) => [
+          el("dt", {}, item.question),
+          el("dd", {}, item.words, " ", el("button", { type: "button", class: "sql", "aria-haspopup": "dialog", onclick: () => openSql(item.queries, item.question) }, "SQL")),
+        ]),
+      ),
+    );
+  };
+  update();
+  on("subject", update);
 }
 
 function drawRows() {
@@ -33,6 +38,7 @@ function drawRows() {
   );
 }
 
+readAddress();
 if (page.subjects.shown.length) {
   const item = subject();
   const margin = Math.max(6, Math.round((item.last - item.first) * 0.35));
@@ -52,4 +58,7 @@ drawRows();
 drawAbout();
 drawNav();
 setTheme("auto");
+for (const what of ["subject", "slot"]) on(what, writeAddress);
+addEventListener("hashchange", () => location.hash.includes("=") && location.reload());
+if (state.wanted) byId("slots").scrollIntoView();
 document.documentElement.dataset.ready = "true";

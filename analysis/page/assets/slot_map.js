@@ -42,7 +42,8 @@ function drawSlots() {
   async function update() {
     const { map } = subject();
     const damaged = rowsOf(map.slots);
-    state.slot = damaged.length ? slotKey(damaged[0].pool_group, damaged[0].slot) : null;
+    const keys = damaged.map((row) => slotKey(row.pool_group, row.slot));
+    state.slot = keys.includes(state.wanted) ? state.wanted : (keys[0] ?? null);
     fill(
       head,
       el("h2", { id: "slots-title" }, "Slot map"),
@@ -56,7 +57,7 @@ function drawSlots() {
     const inMap = new Set(map.rows.map(([group, slot]) => slotKey(group, slot)));
     const shown = damaged.filter((row) => inMap.has(slotKey(row.pool_group, row.slot)));
     const { box, pick } = listbox("Damaged slots", shown, {
-      selected: 0,
+      selected: Math.max(0, shown.findIndex((row) => slotKey(row.pool_group, row.slot) === state.slot)),
       horizontal: true,
       className: "chips",
       choose: (row) => choose("slot", slotKey(row.pool_group, row.slot)),

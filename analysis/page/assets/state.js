@@ -56,3 +56,21 @@ const requestName = (row) => row.request || (row.request_id === null ? WHO_NOBOD
 
 // Long names (ids of 32 digits) keep both ends.
 const short = (name, most = 16) => (name.length <= most ? name : `${name.slice(0, most - 6)}…${name.slice(-5)}`);
+
+// report.html#incident=2&slot=0:344 opens on that incident, and on that slot of pool group 0; the address follows the choice.
+function readAddress() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const { shown } = page.subjects;
+  const slot = asked.get("slot")?.replace(/^(?!.*:)/, "0:");
+  const holds = (item) => item.map.slots.data[0]?.some((group, i) => slotKey(group, item.map.slots.data[1][i]) === slot);
+  const isMeant = asked.has("incident") ? (item) => String(item.number) === asked.get("incident") : holds;
+  const found = shown.findIndex(isMeant);
+  if (found < 0) return;
+  state.subject = found;
+  state.wanted = slot && holds(shown[found]) ? slot : null;
+}
+
+function writeAddress() {
+  const { number } = subject() ?? {};
+  if (number) history.replaceState(null, "", `#incident=${number}${state.slot ? `&slot=${state.slot}` : ""}`);
+}
