@@ -13,15 +13,15 @@ CONFORMANCE ?=
 .PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs checked equality soak lab bench conformance-sglang conformance-vllm traces golden docs mutants coverage clean
 
 demo: $(VENV)/.runtime
-	@echo "# a clean trace of a real engine: exit code 0"
-	$(BIN)/kvcanary-replay --no-report data/clean_llama.arrow
-	@echo
-	@echo "# an engine that gave a page back too early: exit code 1, and a report with its cause"
 	@mkdir -p build
+	@echo "# a clean trace of a real engine: exit code 0"
+	$(BIN)/kvcanary-replay --report build/clean.report data/clean_llama.arrow
+	@echo
+	@echo "# an engine that gave a page back too early: exit code 1, an incident with its cause, and its page"
 	$(BIN)/kvcanary-replay --report build/demo.report data/simulated/mla_free_too_early.arrow || test $$? -eq 1
 	@echo
 	@echo "# kvcanary on the PATH: . $(VENV)/bin/activate here, or for good: uv tool install '.[replay]', or pipx install '.[replay]'"
-	@echo "# docs/guide/tutorial.md goes on with this report"
+	@echo "# then: kvcanary triage build/demo.report    docs/guide/tutorial.md goes on from there"
 
 test: lint types layers unit
 
