@@ -88,15 +88,15 @@ class _BisectGroup(click.Group):
         return super().parse_args(ctx, args if args and args[0] in ("run", "log", "reset") else ["saved", *args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        known = [item for item in super().shell_complete(ctx, incomplete) if item.value not in ("saved", "--help")]
+        if known and not incomplete.startswith("-"):  # beside names of files a shell would drop them
+            return known
         saved = self.commands["saved"]
         with saved.make_context("saved", [], parent=ctx, resilient_parsing=True) as of_saved:
             if incomplete.startswith("-"):
-                found = saved.shell_complete(of_saved, incomplete)
-            else:
-                traces = next(param for param in saved.params if param.name == "traces")
-                found = traces.shell_complete(of_saved, incomplete)
-        known = [item for item in super().shell_complete(ctx, incomplete) if item.value != "saved"]
-        return known + [item for item in found if item.value not in {one.value for one in known}]
+                return saved.shell_complete(of_saved, incomplete)
+            traces = next(param for param in saved.params if param.name == "traces")
+            return traces.shell_complete(of_saved, incomplete)
 
 
 _log_option = click.option(
