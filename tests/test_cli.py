@@ -1,6 +1,7 @@
 """The command line as a whole: --help is light, completion works, a CPU replay never loads torch."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,7 +131,8 @@ def test_completion_scripts_name_both_programs(shell: str) -> None:
         ([], "in", {"incidents", "inspect"}),
         (["bisect"], "--in", {"--incident"}),
         (["bisect", "a.arrow"], "--vo", {"--vote"}),
-        (["bisect"], "r", {"run", "r"}),  # a subcommand, or a file: the shell finds those
+        (["bisect"], "r", {"reset", "run"}),
+        (["bisect"], "t", {"t"}),  # a file: the shell finds those
         (["diff", "--align"], "pr", {"prompt"}),
     ],
 )
@@ -140,6 +142,16 @@ def test_completion_knows_commands_options_and_choices(words: list[str], incompl
 
     completer = ShellComplete(main, {}, "kvcanary", "_KVCANARY_COMPLETE")
     assert {item.value for item in completer.get_completions(words, incomplete)} == wanted
+
+
+def test_bash_completes_a_command_of_a_command() -> None:
+    script = 'eval "$(kvcanary completion bash)"; COMP_WORDS=(kvcanary bisect re); COMP_CWORD=2; '
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script + '_kvcanary_completion kvcanary; echo "${COMPREPLY[@]}"'],
+        capture_output=True, text=True, check=True, env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("reset\n", "")
 
 
 def test_wrong_usage_exits_2() -> None:

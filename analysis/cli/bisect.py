@@ -85,7 +85,7 @@ class _BisectGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
             args = ["--help"]
-        return super().parse_args(ctx, args if args and args[0] in ("run", "log", "reset") else ["saved", *args])
+        return super().parse_args(ctx, args if not args or args[0] in ("run", "log", "reset") else ["saved", *args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         known = [item for item in super().shell_complete(ctx, incomplete) if item.value not in ("saved", "--help")]
