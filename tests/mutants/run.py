@@ -75,17 +75,26 @@ def main() -> None:
     print(f"{len(chosen)} of {len(every)} mutants, {len(left)} of them to try; results in {place}", flush=True)
     copy_tree(place / "tree")
     (place / "files").write_text("\n".join(files), encoding="utf-8")
-    start(place, 0, [], options).wait()  # which test reaches what is found out once, for all jobs
-    jobs = [left[number :: options.jobs] for number in range(options.jobs)]
-    started = [start(place, number, job, options) for number, job in enumerate(jobs) if job]
-    codes = [process.wait() for process in started]
-    if any(codes):
-        raise SystemExit(f"a run of the tests ended; see {place}/*.log")
+    require(place, {"map": start(place, "map", [], options)})  # which test reaches what: once, for all jobs
+    jobs = {str(number): left[number :: options.jobs] for number in range(options.jobs)}
+    require(place, {name: start(place, name, job, options) for name, job in jobs.items() if job})
     tried = results(place)
+    untried = [mutant.name for mutant in chosen if mutant.name not in tried]
+    if untried:
+        raise SystemExit(f"{len(untried)} mutants have no result, the first: {untried[0]}")
     text = page(chosen, tried, len(every), options)
     print(text)
     if options.write:
         PAGE.write_text(text, encoding="utf-8")
+
+
+def require(place: Path, started: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Wait for runs of the tests; where one ended too early, no result is shown."""
+    ended = [name for name, code in {name: process.wait() for name, process in started.items()}.items() if code]
+    for name in ended:
+        print(*(place / f"{name}.log").read_text(encoding="utf-8").splitlines()[-30:], sep="\n", file=sys.stderr)
+    if ended:
+        raise SystemExit(f"a run of the tests ended too early; all that it said: {place / ended[0]}.log")
 
 
 def digest(paths: Sequence[str]) -> str:
@@ -118,21 +127,21 @@ def copy_tree(tree: Path) -> None:
     (tree / ".typing" / "kvcanary").symlink_to(tree)
 
 
-def start(place: Path, number: int, job: Sequence[Mutant], options: argparse.Namespace) -> subprocess.Popen[bytes]:
+def start(place: Path, name: str, job: Sequence[Mutant], options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start the run of some mutants."""
-    asked = place / f"mutants-{number}.jsonl"
+    asked = place / f"mutants-{name}.jsonl"
     asked.write_text("\n".join(json.dumps(asdict(mutant)) for mutant in job), encoding="utf-8")
     own = {
         "--mutants": asked,
         "--mutant-files": place / "files",
-        "--mutant-results": place / f"results-{number}.jsonl",
+        "--mutant-results": place / f"results-{name}.jsonl",
         "--mutant-map": place / "reached.jsonl",
         "--mutant-seconds": options.seconds,
-        "--basetemp": place / f"tmp-{number}",
+        "--basetemp": place / f"tmp-{name}",
     }
     arguments = [f"{name}={value}" for name, value in own.items()]
     tests = CHOICE["tests"] + ([] if options.quick else CHOICE["whole"])
-    with (place / f"{number}.log").open("w", encoding="utf-8") as log:
+    with (place / f"{name}.log").open("w", encoding="utf-8") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", *PYTEST, "-k", LEFT_OUT, *arguments, *tests],
             cwd=place / "tree",
@@ -145,9 +154,8 @@ def start(place: Path, number: int, job: Sequence[Mutant], options: argparse.Nam
 def page(chosen: Sequence[Mutant], tried: dict[str, dict[str, Any]], total: int, options: argparse.Namespace) -> str:
     """Return the page of results."""
     explained: dict[str, str] = tomllib.loads(EXPLAINED.read_text(encoding="utf-8")).get("survivors", {})
-    done = [mutant for mutant in chosen if mutant.name in tried]
     survivors = sorted(
-        (mutant for mutant in done if tried[mutant.name]["outcome"] in ("survived", "unreached")),
+        (mutant for mutant in chosen if tried[mutant.name]["outcome"] in ("survived", "unreached")),
         key=lambda mutant: (mutant.path, mutant.line),
     )
     open_ones = [mutant for mutant in survivors if mutant.name not in explained]
@@ -162,7 +170,7 @@ def page(chosen: Sequence[Mutant], tried: dict[str, dict[str, Any]], total: int,
         f" --sample {options.sample}" if options.sample else ""
     )
     command += " --quick" if options.quick else ""
-    loops = sum(tried[mutant.name]["outcome"] == "timeout" for mutant in done)
+    loops = sum(tried[mutant.name]["outcome"] == "timeout" for mutant in chosen)
     return "\n".join(
         [
             "# Mutants: do the tests notice?",
@@ -176,9 +184,9 @@ def page(chosen: Sequence[Mutant], tried: dict[str, dict[str, Any]], total: int,
             ),
             "",
             (
-                f"{len(done)} of {total} mutants tried: {len(done) - len(survivors)} noticed ({loops} of them as loops without"
+                f"{len(chosen)} of {total} mutants tried: {len(chosen) - len(survivors)} noticed ({loops} of them as loops without"
                 f" end), {len(survivors)} survived, {len(open_ones)} of them unexplained"
-                f" ({100 * len(open_ones) / max(1, len(done)):.1f} %)."
+                f" ({100 * len(open_ones) / max(1, len(chosen)):.1f} %)."
             ),
             "",
             *(["| file | function | change | why no test notices |", "|---|---|---|---|", *rows, ""] if rows else []),

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,10 @@ MOST_MEMORY_BYTES = 8 << 30
 MOST_LEFT_OUT = 0.02  # of the tests
 # A fork that waits for ever uses none.
 MOST_WAIT_S = 3600
+# What a function is wrapped in says so by one of these: decorators, static and class methods, properties, cached properties.
+WRAPPED_IN = ("__wrapped__", "__func__", "fget", "func")
+# The exit code of a fork whose code could not be changed, and how much it says of why: no more than a pipe holds.
+NOT_CHANGED, MOST_SAID = 4, 4000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,15 +118,22 @@ class Trials:
                 resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
-                change()
-                os.write(writer, self.first_failure(tests).encode())
-                code = 0
+                try:
+                    change()
+                except Exception:
+                    os.write(writer, traceback.format_exc()[-MOST_SAID:].encode())
+                    code = NOT_CHANGED
+                else:
+                    os.write(writer, self.first_failure(tests).encode())
+                    code = 0
             finally:
                 os._exit(code)
         os.close(writer)
         status = _wait(child)
         with os.fdopen(reader) as pipe:
             by = pipe.read()
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_CHANGED:
+            raise RuntimeError(f"the code could not be changed:\n{by}")
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
             return "timeout", ""
         if status:
@@ -195,7 +207,7 @@ def live(path: str, name: str) -> FunctionType:
     for part in name.split("."):
         found = found.__dict__[part]
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        found = next(getattr(found, inner) for inner in ("__wrapped__", "__func__", "fget") if hasattr(found, inner))
+        found = next(getattr(found, inner) for inner in WRAPPED_IN if hasattr(found, inner))
     return found
 
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,13 +13,17 @@ from kvcanary.kernels.ops.plan.reference import MAX_PLAN_ENTRIES
 from kvcanary.kernels.replay_pass.entries import EVENT, HI, NUM_DUE
 from kvcanary.kernels.replay_pass.events import replay_events_loops
 from kvcanary.kernels.replay_pass.ledger import STAMP, STAMP_REQUEST
+from kvcanary.recorder.state import apply
 from kvcanary.recorder.state.history import ROW_END
+from kvcanary.recorder.state.writes import readable_prefixes
 from kvcanary.recorder.trace.batch import TraceBatch
+from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import StateTable, TraceHeader
+from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
 from kvcanary.replayer.executors.incremental.executor import IncrementalExecutor
-from kvcanary.replayer.run import event_replay
+from kvcanary.replayer.run import event_replay, planning
 from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
@@ -293,16 +298,33 @@ def test_a_chain_goes_on_from_the_position_before(before: int, violations: bool,
     assert bool(found.summary.violations) == violations
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_forward_that_reads_absurdly_much_is_left_to_the_executor(more: int, tmp_path: Path) -> None:
-    """Which refuses it, whether requests or padding read so much."""
-    width = 1 << 20
+def reads(entries: int, width: int = 1 << 20) -> tuple[TraceHeader, TraceEvent]:
+    """A forward whose requests, all of them padding, read so many entries."""
+    bs = entries // width
     header = replace(HEADER, tables=(StateTable(rows=2, width=width),), slot_history="")
-    bs = MAX_PLAN_ENTRIES // width + more
-    sound = forward([1], [7], [0], [1], [30], [1])
-    huge = forward([0] * bs, [-1] * bs, [width] * bs, [0] * bs, [], [])
-    found = both([sound, huge], tmp_path, header)
-    assert found.summary.num_gaps == more
+    return header, forward([0] * bs, [-1] * bs, [width] * bs, [0] * bs, [], [])
+
+
+def test_a_forward_that_reads_absurdly_much_is_left_to_the_executor(tmp_path: Path) -> None:
+    """Which refuses it, whether requests or padding read so much."""
+    header, huge = reads(MAX_PLAN_ENTRIES + (1 << 20))
+    assert both([forward([1], [7], [0], [1], [30], [1]), huge], tmp_path, header).summary.num_gaps == 1
+
+
+def test_a_forward_may_read_just_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass takes it; stepped, it would need 8 GB, so here only what would refuse it is asked."""
+    header, huge = reads(MAX_PLAN_ENTRIES)
+    pool = SimpleNamespace(group=header.groups[0])
+    tables = SimpleNamespace(req_to_token=[np.empty((2, header.tables[0].width), np.int32)])
+    lens, entries = readable_prefixes(pool, SimpleNamespace(prefix_lens=huge.ints["prefix_lens"]), tables)
+    assert (lens.sum(), entries) == (MAX_PLAN_ENTRIES, MAX_PLAN_ENTRIES)
+    for elsewhere in (apply, planning):
+        monkeypatch.setattr(elsewhere, "readable_prefixes", None)
+    with TraceWriter(tmp_path / "t.arrow", header) as writer:
+        assert writer.append(forward([1], [7], [0], [1], [30], [1]))
+        assert writer.append(huge)
+    summary = replay(tmp_path / "t.arrow", settings=ReplaySettings(executor="interval"), report=None)
+    assert (summary.verdict.value, summary.num_gaps) == ("clean", 0)
 
 
 def test_requests_are_kept_for_the_oracle_alone(monkeypatch: pytest.MonkeyPatch) -> None:
