@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+UNIT := $(BIN)/pytest -n auto --dist worksteal
 FUZZ_CASES ?= 20000
 FUZZ_EXECUTIONS ?= 200000
 SGLANG_VENV := .venv-sglang
 VLLM_VENV ?= .venv-vllm
 CONFORMANCE ?=
 
-.PHONY: demo test lint types layers unit page-test fuzz fuzz-inputs checked equality soak lab bench conformance-sglang conformance-vllm traces golden docs mutants coverage clean
+.PHONY: demo test lint types layers loops unit page-test fuzz fuzz-inputs checked equality soak lab bench conformance-sglang conformance-vllm traces golden docs mutants coverage clean
 
 demo: $(VENV)/.runtime
 	@mkdir -p build
@@ -23,24 +24,29 @@ demo: $(VENV)/.runtime
 	@echo "# kvcanary on the PATH: . $(VENV)/bin/activate here, or for good: uv tool install '.[replay]', or pipx install '.[replay]'"
 	@echo "# then: kvcanary triage build/demo.report    docs/guide/tutorial.md goes on from there"
 
-test: lint types layers unit
+# Two at a time: while pip installs what tests need, which keeps one core busy, the code is checked and compiled.
+test:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.tests loops types layers lint
+	$(UNIT)
 
-lint: $(VENV)/.tests
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 # The root is the package, so mypy sees it through an alias that carries the package's name.
-types: $(VENV)/.tests
+types: $(VENV)/.tools
 	mkdir -p .typing && ln -sfn .. .typing/kvcanary
 	cd .typing && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -m kvcanary.cli -p kvcanary.kernels -p kvcanary.recorder -p kvcanary.replayer -p kvcanary.analysis
 
-layers: $(VENV)/.tests
+layers: $(VENV)/.tools
 	$(BIN)/lint-imports --no-cache
 
 # Compiled loops first, each once: pytest's workers would each compile the same ones, at the same time.
-unit: $(VENV)/.tests
+loops: $(VENV)/.runtime
 	$(BIN)/python tests/compile_loops.py
-	$(BIN)/pytest -n auto --dist worksteal
+
+unit: $(VENV)/.tests loops
+	$(UNIT)
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
 # whole traces against the published canary, 2,000 of broken engines, 500 of broken pairs, 40 of each fault of the lab;
@@ -65,7 +71,7 @@ $(VENV)/.fuzz: $(VENV)/.tests
 # Every executor against stepwise replay, row for row: each fault of the lab with 40 seeds in turns over its configurations,
 # 240 histories that no engine has, 40 bent traces of random engines and 40 of pairs.
 equality: $(VENV)/.tests
-	$(BIN)/pytest -n auto --dist worksteal tests/replayer/equality --conformance-cases $(FUZZ_CASES) --timeout 7200
+	$(UNIT) tests/replayer/equality --conformance-cases $(FUZZ_CASES) --timeout 7200
 
 # Compiled loops that look at every index: one outside its array ends the tests with SIGILL. Numbers from files are hostile.
 checked: $(VENV)/.tests
@@ -124,7 +130,7 @@ mutants: $(VENV)/.tests
 
 # The unit tests once more, with the lines that they reach: a table, and build/coverage/index.html.
 coverage: $(VENV)/.tests
-	$(BIN)/pytest -n auto --dist worksteal --cov=kvcanary --cov-report=term:skip-covered --cov-report=html:build/coverage
+	$(UNIT) --cov=kvcanary --cov-report=term:skip-covered --cov-report=html:build/coverage
 
 # The pages as a site in build/site, with the Python API out of the docstrings; a warning is an error.
 docs: $(VENV)/.docs
@@ -151,10 +157,16 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	$(PIP) -e '.[replay]'
 	touch $@
 
-# sglang holds the published canary that the kernels are tested against; its own requirements are not wanted.
-$(VENV)/.tests: $(VENV)/.runtime tests/requirements.txt
+# What checks the code without running it: all that `lint`, `types` and `layers` need.
+$(VENV)/.tools: $(VENV)/.runtime
+	$(PIP) ruff mypy import-linter
+	touch $@
+
+# sglang holds the published canary that the kernels are tested against; its own requirements are not wanted, and of its
+# 4,700 modules some twenty are imported.
+$(VENV)/.tests: $(VENV)/.tools tests/requirements.txt
 	$(PIP) -r tests/requirements.txt
-	$(PIP) --no-deps sglang==0.5.23
+	$(PIP) --no-deps --no-compile sglang==0.5.23
 	touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Replayed:
         path = self.report / f"{name}.parquet"
         return plain(pq.read_table(path)) if path.exists() else None
 
+    @cached_property
     def incidents(self) -> list[dict[str, Any]]:
         """The report's incidents, found anew."""
         return find_incidents(self.report, self.traces).rows
@@ -86,6 +88,8 @@ def check(
     """Replay recordings together in some ways, and require the same of each; return what stepwise gave."""
     expected = replayed(traces, folder / "stepwise", **settings, **STEPWISE)
     for way in ways:
+        if way == "merged" and not any(one.summary.violations for one in expected):
+            continue  # nothing to merge
         more = WAYS[way]
         came = replayed(traces, folder / way, **settings, **more)
         for one, other in zip(expected, came, strict=True):
@@ -109,7 +113,7 @@ def same(expected: Replayed, came: Replayed, *, incidents: bool = True) -> None:
     for name, value in told.items():
         assert told_too[name] == value, f"summary: {name}"
     if incidents and (expected.summary.violations or expected.summary.findings):
-        for one, other in zip(expected.incidents(), came.incidents(), strict=True):
+        for one, other in zip(expected.incidents, came.incidents, strict=True):
             assert other == one
 
 

@@ -50,11 +50,11 @@ def run(library: Path, folder: Path, scenario: str, step: int, stay: bool, *opti
 @pytest.mark.parametrize(
     ("scenario", "least", "step"),
     [
-        ("record", 40, 19),
-        ("segments", 40, 19),
-        ("replay", 40, 29),
-        ("recover", 8, 4),
-        ("store", 30, 60),
+        ("record", 40, 47),
+        ("segments", 40, 47),
+        ("replay", 40, 61),
+        ("recover", 8, 7),
+        ("store", 30, 150),
         ("page", 30, 0),
     ],
 )
@@ -72,7 +72,7 @@ def test_whatever_call_fails(
 
 
 @pytest.mark.parametrize("stay", [False, True], ids=["once", "from_then_on"])
-@pytest.mark.parametrize(("scenario", "step"), [("memory", 61), ("replay", 97), ("recover", 37)])
+@pytest.mark.parametrize(("scenario", "step"), [("memory", 151), ("replay", 97), ("recover", 67)])
 def test_whatever_request_for_memory_fails(
     library: Path, tmp_path: Path, pytestconfig: pytest.Config, scenario: str, step: int, stay: bool
 ) -> None:
