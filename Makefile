@@ -1,5 +1,8 @@
 # Two commands need nothing but Python 3.11, git, make and a package index: `make demo` and `make test`.
 
+# Libraries and tests start much sooner where Python keeps what it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -32,11 +32,11 @@ def compile_module(name: str) -> int:
 
 
 def main() -> None:
-    # The kernels for a GPU are Triton's to compile.
+    # The kernels for a GPU are Triton's to compile, which need not be there.
     modules = [
         m.name
         for m in pkgutil.walk_packages(kernels.__path__, "kvcanary.kernels.")
-        if not m.name.rpartition(".")[2].startswith("triton")
+        if not m.name.rpartition(".")[2].startswith(("triton", "frame_"))
     ]
     modules.sort(key=lambda name: not name.startswith(LONGEST))
     with ProcessPoolExecutor(2) as processes:

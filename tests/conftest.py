@@ -1,5 +1,6 @@
 """Options and hypothesis profiles for all tests; where there is no GPU, Triton's interpreter."""
 
+import gc
 import signal
 
 import pytest
@@ -40,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("kvcanary")
+
+
+def pytest_collection_finish() -> None:
+    # What a dozen libraries and 4,000 tests hold lives to the end: no collection goes through it again and again.
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

@@ -120,7 +120,7 @@ class Trials:
                 resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
                 try:
                     change()
-                except Exception:
+                except Exception:  # noqa: BLE001  # whatever it is, it is told
                     os.write(writer, traceback.format_exc()[-MOST_SAID:].encode())
                     code = NOT_CHANGED
                 else:
