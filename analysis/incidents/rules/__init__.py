@@ -47,6 +47,7 @@ _RULES: Final = (
     inputs.next_token_swap,
     cached.tokens_truncated_hash_kept,
     cached.adapter_not_in_key,
+    cached.state_restored_for_other_prefix,
     allocation.page_leaked,
 )
 

@@ -27,14 +27,19 @@ def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatc
     if pool is None:
         known = type(runner.token_to_kv_pool).__name__ != "HybridLinearKVPool"
         return None if known else NotWatched(what="pool", name="MambaPool", reason="this version keeps it elsewhere")
-    reason = _why_not(runner, rows, pool)
-    if reason:
-        return NotWatched(what="pool", name=type(pool).__name__, reason=reason)
-    state, layers = pool.mamba_cache, list(pool.mamba_layer_ids)
-    parts = [part[0] for part in (*state.conv, state.temporal) if part[0].numel()]
-    slots, first = int(parts[0].shape[0]), int(layers[0])
+    name = type(pool).__name__
+    try:
+        reason = _why_not(runner, rows, pool)
+        if reason:
+            return NotWatched(what="pool", name=name, reason=reason)
+        state, layers = pool.mamba_cache, list(pool.mamba_layer_ids)
+        parts = [part[0] for part in (*state.conv, state.temporal) if part[0].numel()]
+        slots, first = int(parts[0].shape[0]), int(layers[0])
+    except (AttributeError, IndexError, TypeError) as error:
+        reason = f"this version keeps states otherwise: {type(error).__name__}"
+        return NotWatched(what="pool", name=name, reason=reason)
     sizes = {"num_slots": slots, "layer": first, "num_layers": len(layers), "hashed_bytes": MOST_BYTES}
-    return StatePool(name=type(pool).__name__, runner=index, **sizes), parts
+    return StatePool(name=name, runner=index, **sizes), parts
 
 
 def _why_not(runner: Any, rows: Any, pool: Any) -> str:
@@ -52,6 +57,8 @@ def _why_not(runner: Any, rows: Any, pool: Any) -> str:
     elsewhere = elsewhere or getattr(arguments, "disaggregation_mode", "null") not in ("null", "", None)
     if elsewhere or getattr(rows, "mamba_ckpt_pool", None) is not None:
         return "states that come from another pool are not recorded"
+    if not callable(getattr(pool, "copy_from", None)):
+        return "its copies are not seen"
     if getattr(pool, "replayssm_write_pos", None) is not None:
         return "states that are completed later (ReplaySSM) are not recorded"
     return "" if any(part[0].numel() for part in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)) else "it is empty"

@@ -30,6 +30,7 @@ TRIALS = {
     "hit_before_written": ("hit_before_written", "twins", 1),
     "tokens_truncated_hash_kept": ("tokens_truncated_hash_kept", "mla", 3),
     "adapter_not_in_key": ("adapter_not_in_key", "adapters", 2),
+    "state_restored_for_other_prefix": ("state_restored_for_other_prefix", "recurrent", 2),
     "eviction_of_locked_page": ("eviction_of_locked_page", "mha_page16", 2),
     "fork_copy_missing": ("fork_copy_missing", "forks", 2),
     "stale_swa_mapping": ("stale_swa_mapping", "dsv4", 3),

@@ -53,6 +53,7 @@ def test_the_first_layers_parts_of_a_known_pool_are_watched() -> None:
     ("made", "reason"),
     [
         (lambda: runner(OtherMambaPool()), "does not know"),
+        (lambda: runner(type("MambaPool", (), {"copy_from": print})()), "otherwise: AttributeError"),
         (lambda: runner(MambaPool(), rows={"enable_mamba_extra_buffer": True}), "a forward saves itself"),
         (lambda: runner(MambaPool(), rows={"mamba_ckpt_pool": object()}), "another pool"),
         (lambda: runner(MambaPool(), speculative_algorithm="EAGLE"), "drafts"),
