@@ -245,7 +245,7 @@ def run_engine(child: dict) -> None:
 
 def recording(folder: Path, result: dict) -> dict:
     """Read off the trace what recording took: bytes, engine-thread time, memory, losses."""
-    from kvcanary.recorder.trace.reader import TraceReader
+    from kvcanary.recorder.trace.reader import TraceGap, TraceReader
 
     traces = sorted((folder / "traces").glob("*.arrow"))  # segments, where they are wanted
     size = sum(trace.stat().st_size for trace in traces)
@@ -254,6 +254,10 @@ def recording(folder: Path, result: dict) -> dict:
     for trace in traces:
         with TraceReader(trace) as reader:
             for batch in reader.stream():
+                if isinstance(batch, TraceGap):
+                    print(f"{trace.name}: {batch.reason}", file=sys.stderr)
+                    lost += 1
+                    continue
                 for view in batch:
                     if view.kind == "mark":
                         costs.append(json.loads(str(view.scalar("labels"))))
@@ -266,6 +270,8 @@ def recording(folder: Path, result: dict) -> dict:
                             shapes[name]["forwards"] += 1
                             shapes[name]["tokens"] += len(view.ints("input_ids"))
             complete = reader.complete
+    if not costs:
+        raise SystemExit("the trace ends without what the recording cost")
     cost = costs[-1]
     forwards = max(cost["forwards"], 1)
     tokens = sum(shape["tokens"] for shape in shapes.values())

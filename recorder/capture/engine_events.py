@@ -134,6 +134,33 @@ class EventRecording(Recording):
         self._record(kind, ints, request_id=whole_number(request_id, "request_id"), status=status, note=note)
 
     @guarded
+    def allocations(
+        self, groups: Sequence[int], slots: Int64Array, requests: Int64Array, *, request_ids: Any, rows: Any
+    ) -> None:
+        """Say what `slots` says of allocations, of all requests of a forward at once.
+
+        `slots` are `[n]`, those of a request together and ascending, in each of `groups` the same; `requests` `[n]` places in
+        the batch, ascending; `request_ids`, `rows` `[bs]`. A negative id is nobody's, or several requests': "shared".
+        """
+        begins = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (np.diff(requests, prepend=-1) != 0))
+        starts, counts, owners = slots[begins], np.diff(begins, append=slots.size), requests[begins]
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        bounds = np.append(first, begins.size).tolist()
+        owners = owners[first]
+        ids, of_rows = np.asarray(request_ids)[owners].tolist(), np.asarray(rows, np.int64)[owners]
+        of_groups = [np.full(starts.size, group, np.int64) for group in groups]
+        runs = [(numbers, self._numbers.runs(numbers, starts)) for numbers in of_groups]
+        for place, (request_id, begin, end) in enumerate(zip(ids, bounds, bounds[1:], strict=False)):
+            for numbers, begun in runs:
+                ints = {
+                    "slot_group": numbers[begin:end],
+                    "slot_start": begun[begin:end],
+                    "slot_count": counts[begin:end],
+                }
+                ints["req_pool_indices"] = of_rows[place : place + 1]
+                self._record("alloc", ints, request_id=request_id, status="" if request_id >= 0 else "shared")
+
+    @guarded
     def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
         """Say what an earlier forward sampled, where its `after_forward` could not know it yet (overlap scheduling).
 

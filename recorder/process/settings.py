@@ -75,8 +75,7 @@ class WriterSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingSettings(WriterSettings):
     """How to record: `WriterSettings`, and what the recorder and an engine's adapter take. `config` is the TOML file
-    that was read, if any. `history` is "on", "off", or "auto": on if the allocator's tensors lie in the host's memory,
-    so that to record it does not wait for a device.
+    that was read, if any. `history` is "on", "off", or "auto": on if the engine's allocators are known.
     """
 
     folder: Path

@@ -1,10 +1,10 @@
 """Events on their way into a trace: what the recorder fills, and the record batches that the writer makes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -34,19 +34,19 @@ _INT_LISTS = frozenset(INT_LISTS)
 _BYTE_LISTS = frozenset(BYTE_LISTS)
 
 
-@dataclass(slots=True, kw_only=True)
-class TraceEvent:
+class TraceEvent(msgspec.Struct, kw_only=True, gc=False):
     """One event; the writer gives it its number. `scalars` holds the scalar columns that differ from their defaults
     (without `event` and `kind`), `ints` the non-empty int64 list columns as 1-D int64 arrays, `bytes` the non-empty
     uint8 list columns as 1-D uint8 arrays. Whoever hands the event to a writer hands the arrays over with it: they are
-    read later, in another thread.
+    read later, in another thread. What waits in a queue is not seen by the collector of garbage, whose next round it
+    would bring nearer: a round looks at all that an engine has loaded.
     """
 
     kind: str
     time_ns: int = 0
-    scalars: dict[str, int | str] = field(default_factory=dict)
-    ints: dict[str, Int64Array] = field(default_factory=dict)
-    bytes: dict[str, ByteArray] = field(default_factory=dict)
+    scalars: dict[str, int | str] = msgspec.field(default_factory=dict)
+    ints: dict[str, Int64Array] = msgspec.field(default_factory=dict)
+    bytes: dict[str, ByteArray] = msgspec.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

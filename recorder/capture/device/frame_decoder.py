@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -146,6 +146,7 @@ class FrameDecoder:
         self.follows = True  # a frame's changes continue what the trace has
         # They do not; the trace says that nothing before is to be relied on, and has had no forward since.
         self.loss_recorded = False
+        self.before_each: Callable[[CopiedForward], None] = lambda _: None
         self.reader = FrameReader(capture)
         self._recorder = recorder
         self._capture = capture
@@ -218,6 +219,7 @@ class FrameDecoder:
         for one, content, places in _forwards(forward, gathered, in_flight.parts):
             chosen = truth if truth is None or places is None else [truth[r] for r in places]
             one.changes |= self._truth.changes(one.rows, chosen, lens if places is None else [lens[r] for r in places])
+            self.before_each(one)
             if not self._recorder.put_captured(one, content):
                 return False
         return True

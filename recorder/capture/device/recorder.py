@@ -23,6 +23,7 @@ from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
 from ...trace.schema import RECEIVE, TIER_POOL, TransferDirection, TransferStatus
 from ...writing.outbox import RecorderStats
+from ..forward_input import CopiedForward
 from ..host_arrays import own_int64, runs_to_slots
 from ..recorder import Recorder
 from ..recording import beginning
@@ -45,6 +46,35 @@ def _leave_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+class HostCopy:
+    """What integers are where the current stream comes to this point, copied to the host; nothing waits for it here."""
+
+    __slots__ = ("_there", "_values")
+
+    def __init__(self, values: Any) -> None:
+        self._there: Any = None
+        if getattr(getattr(values, "device", None), "type", "") != "cuda":
+            self._values = own_int64(values)
+            return
+        import torch
+
+        self._values = values.to("cpu", non_blocking=True)  # pinned
+        self._there = torch.cuda.Event()
+        self._there.record()
+
+    def read(self) -> Int64Array:
+        """Return them; waits until they are there."""
+        if self._there is None:
+            return self._values
+        if not self._there.query():
+            self._there.synchronize()
+        return own_int64(self._values)
+
+
+def _record_with(record: Callable[..., Any], values: HostCopy, *args: Any) -> None:
+    record(values.read(), *args)
 
 
 _P = ParamSpec("_P")
@@ -163,6 +193,15 @@ class DeviceRecorder:
                 self._background.wake()
         else:
             self._lose("more happened than could be recorded")
+
+    def later_with(self, record: Callable[..., Any], values: Any, *args: Any) -> None:
+        """Have `record` called `later`, with what integers on the device or the host are by now and `args`."""
+        if not self._capture.off:
+            self.later(_record_with, record, HostCopy(values), *args)
+
+    def before_each(self, look: Callable[[CopiedForward], None]) -> None:
+        """Have `look` called with each forward that can be recorded, right before it is, by the recorder's thread."""
+        self._decoder.before_each = look
 
     def record_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
         """As `Recorder.sampled`, to be recorded `later`: `sampled(*args)` gives tokens and lens."""

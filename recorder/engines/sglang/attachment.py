@@ -11,7 +11,7 @@ from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, beside, while_true, wrap_method
 from ..common.step_cost import StepCost
 from ..common.stopping import stop_tree
-from .history import knows_allocator, on_host
+from .history import knows_allocator
 from .hooks import not_applied, register_drafts
 from .inside import InsideModels
 from .layers import ModelLayers
@@ -100,8 +100,7 @@ class SglangAttachment(EngineAttachment):
         runners = [runner for runner in self._runners if getattr(runner, "token_to_kv_pool", None) is not None]
         runners.sort(key=lambda runner: bool(runner.is_draft_worker))
         allocator = scheduler.token_to_kv_pool_allocator
-        wanted = self._settings.history
-        history = knows_allocator(allocator) and (wanted == "on" or (wanted == "auto" and on_host(allocator)))
+        history = knows_allocator(allocator) and self._settings.history != "off"
         if not history:
             kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
             self.notes.append(f"allocations and frees of slots are not recorded{kind}")

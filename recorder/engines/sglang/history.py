@@ -6,6 +6,7 @@ when it is asked for, even if the engine puts it off to the end of its step.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
-from ...trace.schema import AllocStatus, SlotChange
+from ...trace.schema import SlotChange
 from ..common.hooking import Around, Finish, Hook, around, beside
 from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
 
@@ -43,8 +44,12 @@ class GroupHistory:
         self.groups = groups
         self.page_size = max(1, int(getattr(allocator, "page_size", 1) or 1))
         self.evicting = False
-        self._recorder = recorder
+        device = recorder if isinstance(recorder, DeviceRecorder) else None
+        self._recorder: Recorder = recorder.recorder if isinstance(recorder, DeviceRecorder) else recorder
+        # On a device the engine's thread has slots copied, and the recorder's reads and records them, in the same order.
+        self._with_slots: Callable[..., None] = _read_now if device is None else device.later_with
         self._pending: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._free: list[Int64Array] = []  # slots that are free where the engine flushes its cache
         self._depth = 0
 
     def hooks(self) -> dict[str, Hook]:
@@ -73,29 +78,34 @@ class GroupHistory:
         finally:
             self._depth -= 1
         if not self._depth and given is not None:
-            slots = own_int64(given)
-            # Further tokens of a page were given out with its first.
-            slots = self._inside(self._whole_pages(slots[slots % self.page_size == 0]))
-            self._pending[slots] = True
+            self._with_slots(self._given, given)
+
+    def _given(self, slots: Int64Array) -> None:
+        if self.page_size > 1:  # further tokens of a page were given out with its first
+            slots = self._whole_pages(slots[slots % self.page_size == 0])
+        self._pending[self._inside(slots)] = True
 
     def _on_free(self, freed: Any, *_args: Any, scale: int = 1, **_kwargs: Any) -> Finish:
-        if not self._depth:
-            self.freed(own_int64(freed) * scale)
+        if not self._depth and len(freed):
+            self._with_slots(self._freed, freed, scale, "evict" if self.evicting else "free")
         return self._outermost()
 
     def _on_clear(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Record as evicted everything that is not free: the engine flushes its cache."""
         if not self._depth:
-            size = int(getattr(self.allocator, "size", self._pending.size - 1))
-            held = np.zeros(self._pending.size, np.bool_)
-            held[self.page_size : size + self.page_size] = True  # what there is at all: the first page is padding
             for name in ("free_pages", "release_pages"):
                 pages = getattr(self.allocator, name, None)
-                held[self._inside(self._whole_pages(own_int64([] if pages is None else pages) * self.page_size))] = (
-                    False
-                )
-            self.freed(np.flatnonzero(held), kind="evict", note="flush")
+                self._with_slots(self._free.append, [] if pages is None else pages)
+            self._with_slots(self._flushed, [int(getattr(self.allocator, "size", self._pending.size - 1))])
         return self._outermost()
+
+    def _flushed(self, size: Int64Array) -> None:
+        held = np.zeros(self._pending.size, np.bool_)
+        held[self.page_size : int(size[0]) + self.page_size] = True  # what there is at all: the first page is padding
+        for pages in self._free:
+            held[self._inside(self._whole_pages(pages * self.page_size))] = False
+        self._free.clear()
+        self._freed(np.flatnonzero(held), 1, "evict", "flush")
 
     def _whole_pages(self, slots: Int64Array) -> Int64Array:
         """Return all slots of the pages in which these lie, each once, ascending."""
@@ -105,11 +115,12 @@ class GroupHistory:
     def _inside(self, slots: Int64Array) -> Int64Array:
         return slots[(slots > 0) & (slots < self._pending.size)]
 
-    def freed(self, slots: Int64Array, *, kind: SlotChange = "free", note: str = "") -> None:
+    def _freed(self, freed: Int64Array, scale: int, kind: SlotChange, note: str = "") -> None:
         """Record that slots go back to the pool."""
-        slots = self._inside(self._whole_pages(slots))
-        self._given_out(slots, -1, -1, "never written")
-        self._record("evict" if self.evicting else kind, slots, -1, -1, note)
+        slots = self._inside(self._whole_pages(freed * scale))
+        self._given_out(slots, "never written")
+        for group in self.groups if slots.size else ():
+            self._recorder.slots(kind, group=group, slots=slots, note=note)
 
     def written(self, slots: Int64Array, rows: Int64Array, request_ids: Int64Array, extend: Int64Array) -> None:
         """Record the slots among those that a forward writes that were given out and not recorded yet.
@@ -120,31 +131,35 @@ class GroupHistory:
         inside = np.where((slots > 0) & (slots < self._pending.size), slots, 0)
         if not self._pending[inside].any():
             return
-        ends = np.cumsum(np.where(rows == 0, 0, extend))
-        for r, end in enumerate(ends.tolist()):
-            mine = inside[end - int(extend[r]) : end] if rows[r] else inside[:0]
-            # The history checks take a negative id for nobody's; such a slot is recorded as several requests'.
-            status: AllocStatus = "" if request_ids[r] >= 0 else "shared"
-            whole = self._whole_pages(mine[self._pending[mine]])
-            self._given_out(whole, int(request_ids[r]), int(rows[r]), "", status)
+        requests = np.repeat(np.arange(rows.size), np.where(rows == 0, 0, extend))[: inside.size]
+        inside = inside[: requests.size]
+        mine = self._pending[inside]
+        pages, first = np.unique(inside[mine] // self.page_size, return_index=True)
+        given = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+        owners = np.repeat(requests[mine][first], self.page_size)
+        fresh = self._pending[given]
+        given, owners = given[fresh], owners[fresh]
+        self._pending[given] = False
+        order = np.argsort(owners, kind="stable")
+        self._recorder.allocations(self.groups, given[order], owners[order], request_ids=request_ids, rows=rows)
 
-    def filled(self, slots: Int64Array) -> None:
+    def filled(self, slots: Any) -> None:
         """Record slots that got their content otherwise than by a forward; the cache holds them, no request."""
-        self._given_out(self._inside(self._whole_pages(slots)), -1, -1, "load-back")
+        self._with_slots(self._filled, slots)
 
-    def _given_out(self, slots: Int64Array, request_id: int, row: int, note: str, status: AllocStatus = "") -> None:
-        """Record those that were given out and not recorded yet."""
+    def _filled(self, slots: Int64Array) -> None:
+        self._given_out(self._inside(self._whole_pages(slots)), "load-back")
+
+    def _given_out(self, slots: Int64Array, note: str) -> None:
+        """Record those that were given out and not recorded yet: nobody's."""
         fresh = slots[self._pending[slots]]
         self._pending[fresh] = False
-        self._record("alloc", fresh, request_id, row, note, status)
+        for group in self.groups if fresh.size else ():
+            self._recorder.slots("alloc", group=group, slots=fresh, note=note)
 
-    def _record(
-        self, kind: SlotChange, slots: Int64Array, request_id: int, row: int, note: str, status: AllocStatus = ""
-    ) -> None:
-        for group in self.groups if slots.size else ():
-            self._recorder.slots(
-                kind, group=group, slots=slots, request_id=request_id, row=row, status=status, note=note
-            )
+
+def _read_now(record: Callable[..., None], slots: Any, *args: Any) -> None:
+    record(own_int64(slots), *args)
 
 
 def allocators_of(allocator: Any) -> list[tuple[str, Any]]:
@@ -159,12 +174,6 @@ def allocators_of(allocator: Any) -> list[tuple[str, Any]]:
 def knows_allocator(allocator: Any) -> bool:
     """Say whether what an allocator, and those that it is made of, give out are slots of tokens: by their very classes."""
     return {type(part).__name__ for part in (allocator, *(part for _, part in allocators_of(allocator)))} <= ALLOCATORS
-
-
-def on_host(allocator: Any) -> bool:
-    """Say whether an allocator's tensors lie in the host's memory."""
-    pages = getattr(allocators_of(allocator)[0][1], "free_pages", None)
-    return pages is not None and getattr(getattr(pages, "device", None), "type", "") == "cpu"
 
 
 class RadixCacheWalk:

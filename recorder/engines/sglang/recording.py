@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...capture.device.recorder import DeviceRecorder
+from ...capture.forward_input import CopiedForward
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...capture.recording import beginning
@@ -114,8 +115,7 @@ class SglangRecording:
         if header.states:
             options["state_sources"] = self.layout.state_parts if settings.capture_bytes else {}
         options |= settings.writer_options()
-        # Slots that an allocator on the device gives out can only be recorded by waiting for it, and so in its order.
-        if on_gpu(self.layout.tables[0]) and settings.history != "on":
+        if on_gpu(self.layout.tables[0]):
             derived = what_is_derived(header, model_runners, inside)
             try:
                 return DeviceRecorder(path, derived, tables=self.layout.tables, luts=self.layout.luts, **options)
@@ -140,6 +140,14 @@ class SglangRecording:
             if groups:
                 num_slots = max(self.layout.groups[group].num_slots for group in groups)
                 self.histories.append(GroupHistory(part, groups, num_slots, self.recorder))
+        if isinstance(self.recorder, DeviceRecorder):
+            self.recorder.before_each(self._record_written_on_device)
+
+    def _record_written_on_device(self, forward: CopiedForward) -> None:
+        for history in self.histories:
+            for number in history.groups:
+                if self.layout.groups[number].runner == forward.runner:
+                    history.written(forward.written[number], forward.rows, forward.request_ids, forward.extend_lens)
 
     # Forwards
 

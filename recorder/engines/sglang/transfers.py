@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.device.recorder import DeviceRecorder
+from ...capture.device.recorder import DeviceRecorder, HostCopy
 from ...capture.host_arrays import own_int64, read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
@@ -55,6 +55,7 @@ class SglangTransfers:
         self._layout = layout
         self._recorder = recorder
         self._histories = histories
+        self._in_turn: Any = recorder.later if isinstance(recorder, DeviceRecorder) else _now
         self._see = see
         # The room and the first position of each request that is being sent or received.
         self._under_way: dict[str, tuple[int, int]] = {}
@@ -162,10 +163,10 @@ class SglangTransfers:
                 for in_room, position, which in parts:
                     if which.size and direction == RECEIVE and status == "start":
                         # No forward writes them, so nothing has recorded yet whose they are.
-                        mine = np.array([row]), np.array([known.request_id]), np.array([which.size])
+                        mine = which, np.array([row]), np.array([known.request_id]), np.array([which.size])
                         for history in self._histories:
                             if number in history.groups:
-                                history.written(which, *mine)
+                                self._in_turn(history.written, *mine)
                     if which.size or in_room == room:
                         self._recorder.transfer(
                             status,
@@ -183,6 +184,10 @@ class SglangTransfers:
         """Return the slots of `count` positions of a row from `start` on, `[count]` in a group's own numbering."""
         where = (np.array([row]), np.array([start]), np.array([max(0, count)]))
         return own_slots(self._layout, number, read_runs(self._layout.tables[table], *where))
+
+
+def _now(record: Callable[..., None], *args: Any) -> None:
+    record(*args)
 
 
 def room_of(req: Any) -> int:
@@ -221,7 +226,7 @@ class HostCache:
             self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
             return
         for history in self._histories:
-            history.filled(own_int64(device_indices))
+            history.filled(device_indices)
         self._record(device_indices, host_indices, to_host=False)
 
     def on_load_back(self, *_args: Any, **_kwargs: Any) -> None:
@@ -232,20 +237,14 @@ class HostCache:
         src_tier, dst_tier = (TIER_POOL, TIER_HOST) if to_host else (TIER_HOST, TIER_POOL)
         note = "offload" if to_host else "load-back"
         copy: dict[str, Any] = {"group": 0, "src_tier": src_tier, "dst_tier": dst_tier, "note": note}
-        on_device = isinstance(self._recorder, DeviceRecorder)
-        sides = [_to_host(side) if on_device else (side, None) for side in (pool, host)]
-
-        def copies() -> tuple[Int64Array, Int64Array, Int64Array]:
-            for _, there in sides:
-                if there is not None:
-                    there.synchronize()
-            first, second = (own_int64(side) for side, _ in (sides if to_host else reversed(sides)))
-            return copy_runs(first, second)
-
+        sides = (pool, host) if to_host else (host, pool)
         if isinstance(self._recorder, DeviceRecorder):
-            self._recorder.kv_copy_later(copies, filled=None if to_host else pool, **copy)
+            read, written = (HostCopy(side) for side in sides)
+            self._recorder.kv_copy_later(
+                lambda: copy_runs(read.read(), written.read()), filled=None if to_host else pool, **copy
+            )
         else:
-            src, dst, count = copies()
+            src, dst, count = copy_runs(*map(own_int64, sides))
             self._recorder.kv_copy(src=src, dst=dst, count=count, **copy)
 
 
@@ -254,16 +253,3 @@ def copy_runs(src: Int64Array, dst: Int64Array) -> tuple[Int64Array, Int64Array,
     ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
     starts = np.concatenate([np.zeros(min(src.size, 1), np.int64), ends])
     return src[starts], dst[starts], np.diff(np.append(starts, src.size))
-
-
-def _to_host(indices: Any) -> tuple[Any, Any]:
-    """Have indices copied to the host without waiting; return the copy, and an event after which it is there."""
-    if indices.device.type == "cpu":
-        return indices.clone(), None
-    import torch
-
-    copied = torch.empty(indices.shape, dtype=indices.dtype, pin_memory=True)
-    copied.copy_(indices, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
-    return copied, there

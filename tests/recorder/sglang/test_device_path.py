@@ -34,7 +34,7 @@ def record(monkeypatch: pytest.MonkeyPatch, folder: Any, **settings: Any) -> tup
 
 def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = serve()
-    attachment, output = record(monkeypatch, tmp_path, history="off")
+    attachment, output = record(monkeypatch, tmp_path)
     assert output == expected
     session = attachment.recording
     assert isinstance(session.recorder, DeviceRecorder)
@@ -51,20 +51,21 @@ def test_it_replays_clean_and_generates_the_same(tmp_path: Any, monkeypatch: pyt
 
 
 def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path / "device", history="off"))
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path / "device"))
     serve()
     attachment.close()
     monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: False)
-    attachment, _ = record(monkeypatch, tmp_path / "host", history="off")
+    attachment, _ = record(monkeypatch, tmp_path / "host")
     attachment.close()
     device, host = (list(read_trace(next((tmp_path / side).glob("*.arrow")))) for side in ("device", "host"))
     assert [event.kind for event in device] == [event.kind for event in host]
+    assert {"alloc", "free"} <= {event.kind for event in device}
     for found, told in zip(device, host, strict=True):
         if found.kind == "mark":
             continue
         for name in ("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "truth_lens", "input_ids"):
             assert found.ints(name).tolist() == told.ints(name).tolist()
-        for name in ("positions", "out_cache_loc", "sampled_tokens", "sampled_lens"):
+        for name in ("positions", "out_cache_loc", "sampled_tokens", "sampled_lens", "slot_start", "slot_count"):
             assert found.ints(name).tolist() == told.ints(name).tolist()
         assert found.scalar("name") == told.scalar("name")
         assert found.bytes("kv_bytes").tobytes() == told.bytes("kv_bytes").tobytes()

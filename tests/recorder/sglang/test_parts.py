@@ -33,8 +33,14 @@ class Told:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def slots(self, kind: str, *, group: int, slots: Any, request_id: int, row: int, status: str, note: str) -> None:
-        self.calls.append((kind, group, slots.tolist(), request_id, row, status, note))
+    def slots(self, kind: str, *, group: int, slots: Any, note: str) -> None:
+        self.calls.append((kind, group, slots.tolist(), -1, -1, "", note))
+
+    def allocations(self, groups: Any, slots: Any, requests: Any, *, request_ids: Any, rows: Any) -> None:
+        for request in np.unique(requests).tolist():
+            said = slots[requests == request].tolist(), int(request_ids[request]), int(rows[request])
+            status = "" if said[1] >= 0 else "shared"
+            self.calls += [("alloc", group, *said, status, "") for group in groups]
 
     def sweep(self, **entries: Any) -> None:
         self.calls.append(("sweep", entries))
