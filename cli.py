@@ -10,7 +10,7 @@ from typing import Final
 try:
     import click
 
-    from .recorder.cli.program import fail, run_program
+    from .recorder.cli.program import JsonErrors, fail, run_program
 except KeyboardInterrupt:  # before anything is there that could say more
     raise SystemExit(130) from None
 
@@ -59,7 +59,7 @@ _version_option: Final = click.option(
 )
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(JsonErrors, click.Group):
     """A group whose commands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

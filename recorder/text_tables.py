@@ -21,15 +21,18 @@ def text_table(
     headings: Sequence[str] | None = None,
     indent: str = "",
     width: int | None = None,
+    longest: int | None = None,
     right: Sequence[Any] = (),
 ) -> list[str]:
     """Return lines: the headings (default: the columns), a rule, and a line a row; numbers and `right` columns to the right.
 
     Above `width`, if it is given, texts are cut in the middle as far as they stay different from one another; columns that do
-    not fit even then follow in a table of their own, with the rows numbered in each.
+    not fit even then follow in a table of their own, with the rows numbered in each. No text is longer than `longest`.
     """
     titles = [printable(str(title)) for title in headings or columns]
     cells = [[cell_text(row[key]) for row in rows] for key in columns]
+    if longest is not None:
+        cells = [[cut_middle(cell, longest) for cell in column] for column in cells]
     to_right = [key in right or _is_numeric([row[key] for row in rows]) for key in columns]
     widths = [max(map(len, [title, *column])) for title, column in zip(titles, cells, strict=True)]
     room = None if width is None else max(width - len(indent), 1)
@@ -65,7 +68,7 @@ def text_table(
     return lines
 
 
-def show_table(
+def show_columns(
     console: "Console",
     rows: Sequence[Sequence[Any]],
     headings: Sequence[str],

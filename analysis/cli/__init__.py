@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from ...recorder.cli.program import EXIT_FAILED, GivenPath
+from ...recorder.cli.program import CommandError, GivenPath
 from ...recorder.errors import printable, printable_message
 from ..errors import AnalysisError
 
@@ -40,8 +39,7 @@ def errors_end(*others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except ending as error:
-        say_error(error)
-        sys.exit(EXIT_FAILED)
+        raise CommandError(str(error)) from None
 
 
 def sources_named(path: Path, trace: Path | None) -> list[Source]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ...recorder.cli.program import EXIT_FAILED, GivenPath
+from ...recorder.cli.program import EXIT_FAILED, CommandError, GivenPath
 from ..errors import AnalysisError
 from . import errors_end, say, say_error
 
@@ -281,10 +281,7 @@ def _finish(bisect: Callable[[Criterion, Report], Bisection], options: dict[str,
         criterion.check()
         found = bisect(criterion, report)
     except AnalysisError as error:
-        if as_json:
-            click.echo(json.dumps({"exit_code": EXIT_FAILED, "error": str(error)}, indent=2))
-        say_error(error)
-        sys.exit(EXIT_FAILED)
+        raise CommandError(str(error), exit_code=EXIT_FAILED) from None
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ...recorder.cli.program import EXIT_FAILED, GivenPath, console_for
+from ...recorder.cli.program import EXIT_FAILED, CommandError, GivenPath, console_for
 from ...recorder.errors import printable
+from ...recorder.text_tables import show_columns
 from ..diff.settings import ALIGNMENTS, CONTENT_KINDS, KINDS, KV_DTYPES, DiffSettings, NotComparableError
 from ..errors import AnalysisError
-from . import say, say_error
+from . import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from ..diff.compare import Progress
@@ -99,12 +99,10 @@ def diff_command(a: Path, b: Path, as_json: bool, quiet: bool, **options: Any) -
     except AnalysisError as error:
         comparable = not isinstance(error, NotComparableError)
         code = EXIT_FAILED if comparable else EXIT_NOT_COMPARABLE
-        if as_json:
-            verdict = "unreadable" if comparable else "not comparable"
-            click.echo(json.dumps({"verdict": verdict, "exit_code": code, "error": str(error)}, indent=2))
-        else:
-            say_error(error, kind="Error: " if comparable else "not comparable: ")
-        sys.exit(code)
+        verdict = "unreadable" if comparable else "not comparable"
+        raise CommandError(
+            str(error) if comparable else f"not comparable: {error}", code, verdict=verdict, exit_code=code
+        ) from None
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     elif quiet:
@@ -184,26 +182,26 @@ def _show(console: Console, result: DiffResult) -> None:
         engine = " ".join(part for part in (header["engine"]["name"], header["engine"]["version"]) if part)
         facts = [engine, header["model"]["name"], f"{walk.forwards:,} forwards", f"{walk.tokens:,} tokens"]
         head = Text.assemble((f"{name}  {printable(trace)}", "bold"), "   ", printable("   ".join(facts)))
-        console.print(head, soft_wrap=True)
+        console.print(head, soft_wrap=not console.is_terminal)
     pairing, compared = result.pairing, result.compared
     line = f"aligned by {pairing.by}: {pairing.pairs:,} requests of {pairing.a_requests:,} and {pairing.b_requests:,}"
     line += f"   compared: {compared['tokens']:,} tokens, {compared['sampled']:,} sampled, "
     line += f"KV bytes of {compared['kv']:,}" if "kv" in compared else "no KV bytes"
-    console.print(Text(line, style="dim"), soft_wrap=True)
+    console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
     for note in result.notes:
-        console.print(Text(f"note  {printable(note)}", style="dim"), soft_wrap=True)
+        console.print(Text(f"note  {printable(note)}", style="dim"), soft_wrap=not console.is_terminal)
     console.print()
-    console.print(_verdict(result), soft_wrap=True)
+    console.print(_verdict(result), soft_wrap=not console.is_terminal)
     if result.first is not None:
         console.print()
         console.print(Padding(grid(_first(result.first)), (0, 0, 0, 2), expand=False))
         console.print()
-        console.print(Padding(_table(result), (0, 0, 0, 2), expand=False))
+        _show_requests(console, result)
     if words := result.timing.words():
         console.print()
         console.print(Text("only in timing", style="dim"))
         for line in words:
-            console.print(Text(f"  {line}"), soft_wrap=True)
+            console.print(Text(f"  {line}"), soft_wrap=not console.is_terminal)
     console.print()
     console.print(Text(_next(result), style="dim"), soft_wrap=True)
 
@@ -247,24 +245,17 @@ def _names(difference: Difference) -> str:
     return names[0] if len(set(names)) == 1 else f"{names[0]} in A, {names[1]} in B"
 
 
-def _table(result: DiffResult) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("request", box=None, padding=(0, 2, 0, 0))
-    table.add_column("kind", no_wrap=True)
-    for title in ("position", "forward A", "forward B"):
-        table.add_column(title, justify="right", no_wrap=title != "forward B")
-    table.add_column("what comes first", overflow="fold")
+def _show_requests(console: Console, result: DiffResult) -> None:
+    rows = []
     for request in result.requests[:MAX_SHOWN]:
         first = request[0]
         later = f"   then {', '.join(d.kind for d in request[1:])}" if request[1:] else ""
         numbers = [f"{n:,}" if n >= 0 else "" for n in (first.position, first.a_forward, first.b_forward)]
-        name = first.request or first.partner or "(no request)"
-        table.add_row(*(Text(printable(t)) for t in (name[:24], first.kind, *numbers, first.words + later)))
+        rows.append((first.request or first.partner or "(no request)", first.kind, *numbers, first.words + later))
+    places = ("position", "forward A", "forward B")
+    show_columns(console, rows, ("request", "kind", *places, "what comes first"), right=places, indent="  ")
     if result.num_different > MAX_SHOWN:
-        table.add_row(Text(f"and {result.num_different - MAX_SHOWN:,} more"))
-    return table
+        console.print(f"  and {result.num_different - MAX_SHOWN:,} more")
 
 
 def _next(result: DiffResult) -> str:

@@ -122,7 +122,7 @@ def _show(
     from ...replayer.cli.incident_blocks import show_incident
 
     noun = "incident" if total == 1 else "incidents"
-    console.print(Text(printable(f"report  {report}   {total:,} {noun}")), soft_wrap=True)
+    console.print(Text(printable(f"report  {report}   {total:,} {noun}")), soft_wrap=not console.is_terminal)
     for row in rows:
         console.print()
         show_incident(console, row, begin)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...recorder.cli.program import EXIT_FAILED, GivenPath, terminal_width
+from ...recorder.cli.program import CommandError, GivenPath, terminal_width
 from ..errors import AnalysisError, SqlError
-from . import say, say_error, trace_option
+from . import say, trace_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,13 +76,16 @@ def sql_command(
         raise click.UsageError("a query and --file exclude one another")
     if form in ("parquet", "arrow") and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {form} is not for a terminal; name a file with -o")
+    from .prompt import error_line
+
     try:
         _run(paths, query, script, output, form, options)
+    except SqlError as error:
+        locked = "disabled by configuration" in str(error) or "has been locked" in str(error)
+        more = "; a query reaches only what is named on the command line, and more with --unlocked" if locked else ""
+        raise CommandError(error_line(error) + more) from None
     except AnalysisError as error:
-        say_error(error)
-        if "disabled by configuration" in str(error) or "has been locked" in str(error):
-            say("  a query reaches only what is named on the command line; --unlocked lets it reach more", err=True)
-        sys.exit(EXIT_FAILED)
+        raise CommandError(str(error)) from None
 
 
 def _split(arguments: tuple[str, ...]) -> tuple[list[Path], str | None]:

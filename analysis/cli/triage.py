@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..store.sources import Source
     from ..store.triage import Answer, Asked, Triage
 
-MAX_LINE, MAX_NAME = 500, 120
+MAX_LINE, MAX_NAME, MAX_CELL = 500, 120, 60
 
 _EPILOG = """\b
 Examples:
@@ -160,7 +160,10 @@ def _answer_lines(answers: list[Answer], show_sql: bool, *, rows: bool) -> list[
             ("over all", answer.overall, answer.overall_columns, answer.overall_sql),
         ):
             if found and rows:
-                lines += [f"    {title}:", *text_table(found, columns, indent="      ", width=terminal_width())]
+                lines += [
+                    f"    {title}:",
+                    *text_table(found, columns, indent="      ", width=terminal_width(), longest=MAX_CELL),
+                ]
             if show_sql and sql:
                 lines += ["", *(f"      {line}" for line in sql.splitlines()), ""]
     return lines

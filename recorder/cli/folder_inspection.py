@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..errors import TraceError, printable
+from ..text_tables import show_columns
 from ..trace.inspect import TraceInspection, inspect_trace
 from ..trace.recordings import group_recordings, traces_in
 from ..trace.schema import MAX_MISSING_SEGMENTS
@@ -84,20 +85,17 @@ def missing_segments(numbers: Sequence[int]) -> list[int]:
 
 def show_folder(console: "Console", found: FolderInspection) -> None:
     """Print a line for each file, then what is wrong with them."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("file", "rank", "segment", "events", "forwards", "seconds", "bytes", "lost", "state"):
-        table.add_column(name, justify="right" if name in ("events", "forwards", "seconds", "bytes") else "left")
-    for one in found.files:
-        table.add_row(
-            Text(printable(Path(one.path).name)),
-            _rank(one),
-            "" if one.header.segment is None else str(one.header.segment.number),
+    numbers = ("events", "forwards", "seconds", "bytes")
+    rows = [
+        (
+            *(Path(one.path).name, _rank(one), "" if one.header.segment is None else str(one.header.segment.number)),
             *(f"{one.num_events:,}", f"{one.forwards:,}", _seconds(one), f"{one.size_bytes:,}", _lost(one), one.state),
         )
-    console.print(table)
+        for one in found.files
+    ]
+    show_columns(console, rows, ("file", "rank", "segment", *numbers, "lost", "state"), right=numbers)
     console.print()
     lines = []
     for recording in found.recordings:
@@ -110,7 +108,7 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
     lines += [f"error   {message}" for message in found.unreadable.values()]
     lines += [f"note    {note}" for note in found.notes]
     for line in lines[:_BAD_SHOWN] or ["whole   nothing lost"]:
-        console.print(Text(printable(line)), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=not console.is_terminal)
     if len(lines) > _BAD_SHOWN:
         console.print(Text(f"        and {len(lines) - _BAD_SHOWN:,} more lines of that kind, see --json"))
     command = ["kvcanary", "recover"] if any(one.num_gaps for one in found.files) else ["kvcanary-replay"]

@@ -82,8 +82,9 @@ def _show(console: "Console", found: "TraceInspection") -> None:
         console.print()
         console.print(sizes)
     console.print()
-    for line in [*_loss_lines(found), f"next    {found.next_command}"]:
-        console.print(_text(line), soft_wrap=True)
+    for line in _loss_lines(found):
+        console.print(_text(line), soft_wrap=not console.is_terminal)
+    console.print(_text(f"next    {found.next_command}"), soft_wrap=True)
 
 
 def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:

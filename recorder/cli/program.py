@@ -4,17 +4,20 @@ import contextlib
 import errno
 import gc
 import io
+import itertools
+import json
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import click
 
-from ..errors import error_text, printable
+from ..errors import error_text, printable, printable_message
 from ..process.endings import ENDINGS, ignore_endings
 
 if TYPE_CHECKING:
@@ -33,6 +36,65 @@ _COLLECTOR: Final = gc.get_threshold()
 _interrupted_by: int = signal.SIGINT  # the exit code is 128 more: above 127, so that `git bisect run` stops
 _interrupted_at: float | None = None
 _SAME_WISH_SECONDS: Final = 1.0
+
+
+class CommandError(click.ClickException):
+    """What ends a command, with its exit code; `facts` are what else `--json` says of it."""
+
+    def __init__(self, message: str, code: int = EXIT_FAILED, **facts: object) -> None:
+        super().__init__(printable_message(message))
+        self.exit_code = code  # type: ignore[misc]  # click's own commands have one for all of a class
+        self.facts = facts
+
+
+class JsonErrors(click.Command):
+    """A command of which `--json` prints one document, whatever happens: of an error, what is wrong and what to do."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command, as click does."""
+        global _json_asked
+        _json_asked = _asks_for_json(list(sys.argv[1:] if args is None else args))
+        if not (standalone_mode and _json_asked):
+            return super().main(args, prog_name, complete_var, standalone_mode, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.ClickException as error:
+            error.show()
+            _print_error(error.format_message(), _help_of(error), **getattr(error, "facts", {}))
+            sys.exit(error.exit_code)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _asks_for_json(words: Sequence[str]) -> bool:
+    if words[:1] == ["record"]:  # which has a name of a file behind it
+        return False
+    own = words[: words.index("--")] if "--" in words else words
+    return "--json" in own or ("--format", "json") in itertools.pairwise(own) or "--format=json" in own
+
+
+def error_facts(message: str) -> dict[str, str]:
+    """Return what `--json` says of an error: the message, and the part of it that says what to do, if there is one."""
+    return {"error": message, "hint": message.rpartition("; ")[2] if "; " in message else ""}
+
+
+def _help_of(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{context.command_path} --help" if context is not None else ""
+
+
+def _print_error(message: str, hint: str = "", **facts: object) -> None:
+    said = error_facts(message)
+    click.echo(json.dumps({**said, "hint": said["hint"] or hint, **facts}, indent=2))
+
+
+_json_asked: bool = False  # by the words of the command that runs
 
 
 def run_program(command: click.Command, program: str) -> None:
@@ -130,6 +192,8 @@ def _report_error(program: str, error: Exception) -> int:
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
     _say(f"{program}: {said}")
+    if _json_asked and not isinstance(error, OSError):
+        _print_error(said)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _say("the disk is full; make room, then run the same command again")
     return EXIT_FAILED
@@ -167,8 +231,7 @@ def _say(line: str) -> None:
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """End the command with one clear error."""
-    click.echo(f"Error: {printable(message)}", err=True)
-    sys.exit(code)
+    raise CommandError(message, code)
 
 
 def console_for(stream: TextIO) -> "Console":

@@ -15,11 +15,11 @@ import click
 
 from ..errors import printable
 from ..process.settings import FOLDER, PREFIX, SETTINGS
+from ..text_tables import show_columns
 from .program import GivenPath, console_for, fail
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ..process.recorded_files import RecordedTrace
 
@@ -179,7 +179,7 @@ def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], f
 
     if found:
         _say(console, f"recorded in {folder}")
-        console.print(_table(found))
+        _show_table(console, found)
     lines = [f"error   {trace.error}" for trace in found if trace.error]
     if any(trace.state == "torn" for trace in found):
         lines.append(
@@ -194,25 +194,20 @@ def _show(console: "Console", found: "list[RecordedTrace]", advice: list[str], f
         _say(console, line)
 
 
-def _table(found: "list[RecordedTrace]") -> "Table":
-    from rich.markup import escape
-    from rich.table import Table
-
+def _show_table(console: "Console", found: "list[RecordedTrace]") -> None:
     from ..process.recorded_files import by_recording
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("trace", overflow="fold")
-    for name in ("state", "files", "forwards", "requests", "tokens in", "sampled", "lost", "MB"):
-        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    rows = []
     for name, traces in by_recording(found).items():
         counts = [sum(getattr(trace, field) for trace in traces) for field in _COUNTED]
         lost = f"{sum(trace.lost_events for trace in traces):,}"
-        table.add_row(
-            escape(printable(name)),
-            max((trace.state for trace in traces), key=_FROM_BEST_TO_WORST.index),
-            f"{len(traces):,}",
-            *(f"{count:,}" for count in counts),
-            f"{lost} and more" if any(trace.unknown_losses for trace in traces) else lost,
-            f"{sum(trace.size_bytes for trace in traces) / 1e6:,.1f}",
+        rows.append(
+            (
+                *(name, max((trace.state for trace in traces), key=_FROM_BEST_TO_WORST.index), f"{len(traces):,}"),
+                *(f"{count:,}" for count in counts),
+                f"{lost} and more" if any(trace.unknown_losses for trace in traces) else lost,
+                f"{sum(trace.size_bytes for trace in traces) / 1e6:,.1f}",
+            )
         )
-    return table
+    numbers = ("files", "forwards", "requests", "tokens in", "sampled", "lost", "MB")
+    show_columns(console, rows, ("trace", "state", *numbers), right=numbers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TraceError, printable
-from .program import GivenPath, fail
+from .program import CommandError, GivenPath
 
 if TYPE_CHECKING:
     from ..writing.recovery import RecoveryResult
@@ -46,9 +46,7 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
     try:
         result = recover(torn, target, overwrite=force)
     except TraceError as error:
-        if as_json:
-            _print_json({"trace": str(torn), "error": str(error)})
-        fail(str(error))
+        raise CommandError(str(error), trace=str(torn)) from None
     if as_json:
         _print_json(_as_json(result))
         return

@@ -34,7 +34,7 @@ def show_incident(console: Console, row: Row, first_time_ns: int) -> None:
         (row["title"][:1].upper() + row["title"][1:], _STYLES.get(row["confidence"], "bold")),
         (f"   {row['kind']}, confidence {row['confidence']} ({row['score']:.2f})", "dim"),
     )
-    console.print(head, soft_wrap=True)
+    console.print(head, soft_wrap=not console.is_terminal)
     console.print(Padding(grid(_lines(row, first_time_ns)), (0, 0, 0, 4), expand=False))
 
 

@@ -13,10 +13,11 @@ import click
 import rich.progress
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from ...recorder.cli.program import error_facts
 from ...recorder.errors import printable
+from ...recorder.text_tables import show_columns
 from ..report.summary import EXIT_UNREADABLE, Verdict, combined_exit_code
 from ..run.coverage import RANKS, not_watched
 from .screen import VERDICT_STYLES, one_line, segment_names, show, show_next, up_to
@@ -48,12 +49,12 @@ class ResultPrinter:
 
     def say(self, line: str, style: str = "") -> None:
         """Print a message to standard error."""
-        self._err.print(printable(line), style=style or None, markup=False, soft_wrap=True)
+        self._err.print(printable(line), style=style or None, markup=False, soft_wrap=not self._err.is_terminal)
 
     def fail(self, name: str, error: str, among: Sequence[str]) -> None:
         """Take what cannot be judged; `among` are the names of which the error may speak already."""
         self._codes.append(EXIT_UNREADABLE)
-        self._summaries.append({"trace": name, "error": error, "exit_code": EXIT_UNREADABLE})
+        self._summaries.append({"trace": name, **error_facts(error), "exit_code": EXIT_UNREADABLE})
         self._failed.append(error if any(one in error for one in among) else f"{name}: {error}")
         self.say(self._failed[-1], "red")
 
@@ -113,29 +114,26 @@ _OVERALL = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
 def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str], codes: Sequence[int]) -> None:
     """Print a line for each recording, what could not be read, and the verdict over all."""
     counted = ("forwards", "violations", "findings")
-    table = Table("recording", "rank", "segments", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in counted:
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    for summary in done:
-        table.add_row(
-            Text(printable(summary.trace), overflow="fold"),
-            rank_name(summary),
-            segment_names(summary.segments),
+    rows = [
+        (
+            *(summary.trace, rank_name(summary), segment_names(summary.segments)),
             *(f"{getattr(summary, name):,}" for name in counted),
-            Text(summary.verdict.name, style=VERDICT_STYLES[summary.verdict]),
+            summary.verdict.name,
         )
-    console.print(table)
+        for summary in done
+    ]
+    styles = {verdict.name: style for verdict, style in VERDICT_STYLES.items()}
+    show_columns(console, rows, ("recording", "rank", "segments", *counted, "verdict"), right=counted, styles=styles)
     for summary in done:
         if summary.verdict is not Verdict.CLEAN and summary.doubts:
             why = f"clean {up_to(summary)}" if summary.cut else "; ".join(summary.doubts)
-            console.print(Text(printable(f"{summary.trace}: {why}"), style="dim"), soft_wrap=True)
+            console.print(Text(printable(f"{summary.trace}: {why}"), style="dim"), soft_wrap=not console.is_terminal)
     # What one recording says of the others' ranks is so only where they are not here.
     by_recording = [[row for row in summary.coverage if row.what != RANKS or not ranks_there(done)] for summary in done]
     for text in dict.fromkeys("; ".join(not_watched(rows)) for rows in by_recording):
         console.print(Text(printable(f"not watched  {text}"), style="dim"))
     for line in failed:
-        console.print(Text(printable(line), style="red"), soft_wrap=True)
+        console.print(Text(printable(line), style="red"), soft_wrap=not console.is_terminal)
     word = _OVERALL[combined_exit_code(codes)]
     style = VERDICT_STYLES.get(next((v for v in Verdict if v.value == word), Verdict.INCONCLUSIVE), "bold")
     console.print()

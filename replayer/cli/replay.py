@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from ...recorder.cli.program import GivenPath
+from ...recorder.cli.program import GivenPath, JsonErrors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +125,7 @@ def make_replay_command(
     module, so that a worker finds it. `add_page` takes its time, and comes after the verdict was shown.
     """
     run = update_wrapper(partial(_replay, finish=finish, add_page=add_page), _replay)
-    return click.command("replay", epilog=_EPILOG, context_settings={"show_default": True})(run)
+    return click.command("replay", cls=JsonErrors, epilog=_EPILOG, context_settings={"show_default": True})(run)
 
 
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath())

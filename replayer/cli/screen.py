@@ -32,12 +32,12 @@ _PLACES = (("row", "req_pool_idx"), ("position", "position"), ("slot", "slot"))
 
 def show(console: Console, summary: Summary) -> None:
     """Print a summary, without what to do next; plain text where the console is no terminal."""
-    console.print(_headline(summary), soft_wrap=True)
-    console.print(_checks(summary), soft_wrap=True)
+    console.print(_headline(summary), soft_wrap=not console.is_terminal)
+    console.print(_checks(summary), soft_wrap=not console.is_terminal)
     for line in _more_checks(summary):
-        console.print(Text(line, style="dim"), soft_wrap=True)
+        console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
     console.print()
-    console.print(_verdict(summary), soft_wrap=True)
+    console.print(_verdict(summary), soft_wrap=not console.is_terminal)
     left_out = "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of"
     console.print(grid([("not watched", left_out)]))
     if summary.incidents:
@@ -58,7 +58,8 @@ def show_next(console: Console, summary: Summary) -> None:
     """Print where the report is and what to do next, once all of it is written."""
     if text := _next(summary):
         console.print()
-        console.print(text, soft_wrap=True)
+        # commands are to be pasted
+        console.print(text, soft_wrap=summary.report is not None or not console.is_terminal)
 
 
 def one_line(summary: Summary) -> str:
@@ -213,7 +214,7 @@ def _list(console: Console, title: str, lines: list[str], total: int) -> None:
     console.print()
     console.print(Text(title, style="dim"))
     for line in lines[:5]:
-        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
+        console.print(Text(f"  {printable(line)}"), soft_wrap=not console.is_terminal)
     if total > 5:
         console.print(Text(f"  and {total - 5:,} more in summary.json", style="dim"))
 

@@ -265,7 +265,7 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> Table:
     from ...recorder.errors import printable
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("recording")
+    table.add_column("recording", overflow="fold")
     for name in ("forwards", "requests", "violations", "findings", "lost", "behind"):
         table.add_column(name, justify="right")
     table.add_column("verdict")

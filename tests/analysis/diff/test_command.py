@@ -4,7 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from kvcanary.analysis.cli.diff import diff_command
+from kvcanary.cli import main
 
 from ...support.places import DATA
 
@@ -13,9 +13,9 @@ OLD, OTHER = DATA / "versions" / "sglang_0.5.16.arrow", DATA / "versions" / "tra
 
 
 def run(*words, code):
-    done = CliRunner().invoke(diff_command, [str(word) for word in words])
+    done = CliRunner().invoke(main, ["diff", *map(str, words)], prog_name="kvcanary")
     assert done.exit_code == code, (done.output, done.exception)
-    return done.output
+    return done.stdout if "--json" in words else done.output
 
 
 def test_for_people():

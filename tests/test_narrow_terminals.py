@@ -1,0 +1,59 @@
+"""On a terminal of 80 or 60 columns no line is longer, tables stay tables, and no two names are cut to the same."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click import testing
+
+from .support.commands import Done, run, run_replay
+from .support.places import DATA
+
+LONG = "sglang-meta-llama-3-8b-instruct-2026-11-23T01-40-52-tp{}-of-2-production-eu-west-{}"
+COMMANDS = [
+    ["inspect", "."],
+    ["inspect", LONG.format(0, 1) + ".arrow"],
+    ["replay", "."],
+    ["replay", LONG.format(0, 1) + ".arrow"],
+    ["incidents", LONG.format(0, 1) + ".report"],
+    ["triage", LONG.format(0, 1) + ".report"],
+    ["diff", "clean_llama.arrow", LONG.format(0, 1) + ".arrow"],
+    ["sql", ".", "select * from requests"],
+    ["sql", ".", "from traces"],
+    ["lab", "list"],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("narrow")
+    for number, name in enumerate(("table_swap", "kv_flip")):
+        shutil.copy(DATA / f"{name}.arrow", folder / f"{LONG.format(number, number + 1)}.arrow")
+    shutil.copy(DATA / "clean_llama.arrow", folder)
+    assert run_replay("--quiet", "--no-page", folder).exit_code == 1
+    return folder
+
+
+@pytest.fixture(params=[80, 60])
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(testing._NamedTextIOWrapper, "isatty", lambda _: True)
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    return int(request.param)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_no_line_is_longer(words: list[str], width: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    extra = ["--no-report"] if words[0] == "replay" else []
+    done: Done = run(*words, *extra)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout).splitlines()
+    assert len(lines) > 3
+    # A command to paste and a path stay whole: the terminal shows them over two lines.
+    broken = [line for line in lines if "kvcanary" not in line and max(map(len, line.split()), default=0) < width - 12]
+    assert [line for line in broken if len(line) > width] == []
+    if words in (["inspect", "."], ["replay", "."]):
+        names = re.findall(r"sglang-\S*\.\.\.\S+", "\n".join(lines))
+        assert len({*names}) == 2
