@@ -70,7 +70,10 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> tuple[lis
         runs.setdefault(name, []).append(run)
     names = list(runs) if said else _ordered(runs, order)
     if len(names) < 2:
-        raise AnalysisError(f"a bisection needs traces of at least two versions, came {', '.join(names) or 'none'}")
+        raise AnalysisError(
+            f"a bisection needs traces of at least two versions, came {', '.join(names) or 'none'}; a folder is one run, and "
+            "a version for each of its traces if they are named: FOLDER/*.arrow"
+        )
     return [SavedVersion(name=name, runs=tuple(runs[name])) for name in names], said
 
 
