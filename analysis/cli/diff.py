@@ -194,7 +194,7 @@ def _show(console: Console, result: DiffResult) -> None:
     console.print(_verdict(result), soft_wrap=not console.is_terminal)
     if result.first is not None:
         console.print()
-        console.print(Padding(grid(_first(result.first)), (0, 0, 0, 2), expand=False))
+        console.print(Padding(grid(_first(result.first, result.hint)), (0, 0, 0, 2), expand=False))
         console.print()
         _show_requests(console, result)
     if words := result.timing.words():
@@ -228,13 +228,14 @@ def _verdict(result: DiffResult) -> Text:
     return text.append("   " + "   ".join([*(said or [""]), *doubts]), style="default not bold")
 
 
-def _first(first: Difference) -> list[tuple[str, str]]:
+def _first(first: Difference, hint: str) -> list[tuple[str, str]]:
     where = [f"forward {n:,} of {name}" for name, n in (("A", first.a_forward), ("B", first.b_forward)) if n >= 0]
     return [
         ("first difference", f"{first.kind}: {KINDS[first.kind]}"),
         ("request", _names(first)),
         ("what", first.words),
         ("where", ", ".join(where)),
+        *([("hint", hint)] if hint else []),
     ]
 
 

@@ -12,6 +12,7 @@ from .pairing import Pairing, Timing
 from .settings import KV_DTYPES
 from .walk import TraceTotals
 
+EQUAL_UP_TO_HERE: Final = "inputs and tables are equal up to here: look at attention metadata, weights, adapters"
 SAME, DIFFERENT, INCONCLUSIVE = "same", "different", "inconclusive"
 EXIT_CODES: Final = {SAME: 0, DIFFERENT: 1, INCONCLUSIVE: 125}
 MAX_LISTED: Final = 1000
@@ -59,6 +60,11 @@ class DiffResult:
         return self.requests[0][0] if self.requests else None
 
     @property
+    def hint(self) -> str:
+        """Where to look if what was computed differs first, and not what it was computed from; "" if it does not."""
+        return EQUAL_UP_TO_HERE if self.first is not None and self.first.kind in ("kv", "sampled") else ""
+
+    @property
     def doubts(self) -> list[str]:
         """Why traces without a difference may yet differ."""
         doubts = []
@@ -99,6 +105,7 @@ class DiffResult:
             "different_requests": self.num_different,
             "counts": self.counts,
             "first": None if self.first is None else asdict(self.first),
+            "hint": self.hint,
             "requests": [[asdict(difference) for difference in request] for request in self.requests[:MAX_LISTED]],
             "timing": self.timing.to_json(),
             "notes": list(self.notes),

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
-from .cluster import KV_HASH, Diagnosis, request_query, slot_query
+from .cluster import CONTENT, KV_HASH, Diagnosis, request_query, slot_query
 from .facts import Facts
 from .linking import kind_of
 from .places import FINDING, VIOLATION, Places, count_rows
@@ -120,6 +120,10 @@ def _sentence(diagnosis: Diagnosis | None, best: Ranked, also: int) -> str:
     first = best.cluster.first
     said = first.differs if diagnosis is None else diagnosis.sentence
     said = said[0].upper() + said[1:]
+    held = next((s for s in best.cluster.head if s.bits & CONTENT and s.writer_event >= 0), None)
+    if held is not None and "written by" not in said:  # who wrote what was read
+        where = "it" if f"slot {held.slot} " in said else f"slot {held.slot}"
+        said += f"; {where} holds token {held.stored_token}, position {held.stored_position}, written by {held.writer}"
     return f"{said}; the same {also} more time{'s' if also > 1 else ''}" if also else said
 
 

@@ -168,8 +168,17 @@ class Cluster:
 
     @property
     def head(self) -> list[Sign]:
-        """The signs of the first event."""
-        return [sign for sign in self.signs if sign.event == self.first.event]
+        """The signs of the first event; of the next if that is where what the first one read was written.
+
+        A step that reads what it writes is recorded as two forwards, and the bytes are seen behind both.
+        """
+        head = [sign for sign in self.signs if sign.event == self.first.event]
+        if all(sign.bits == KV_HASH for sign in head):
+            then = [sign for sign in self.signs if sign.event == self.first.event + 1]
+            here = {(sign.group, sign.slot) for sign in head}
+            if any(s.kind == "write_to_foreign_slot" and (s.group, s.slot) in here for s in then):
+                return then
+        return head
 
     @property
     def has_trace(self) -> bool:
@@ -244,9 +253,15 @@ class Cluster:
         )
 
     @property
-    def can_fork(self) -> bool:
+    def _can_fork(self) -> bool:
         """Whether the engine has forks: vLLM and SGLang share the pages of a prefix and copy none."""
         return self.facts.header is None or self.facts.header.engine.name.lower() not in ("vllm", "sglang")
+
+    def forked(self, sign: Sign) -> bool:
+        """Whether a sign's request may be a fork: it began with all but its last token, and was never put back."""
+        begin = self.facts.begins.get(sign.request_id)
+        whole = begin is None or begin.extend_len <= 1
+        return self._can_fork and whole and not self.facts.retracted_before(sign.request_id, sign.event)
 
     def window(self, sign: Sign) -> int:
         """Return the window of a sign's pool group, 0 for full attention or if that is not known."""
@@ -270,6 +285,13 @@ class Cluster:
     def was_given(self, sign: Sign) -> bool:
         """Whether a sign's request was ever given or joined its slot."""
         return any(f.request_id == sign.request_id and f.what in ("alloc", "shared") for f in self.history(sign))
+
+    def gave_up(self, sign: Sign) -> bool:
+        """Whether a sign's slot was its request's, which gave it back, and not since: its row names it still."""
+        mine = [
+            f for f in self.history(sign) if f.request_id == sign.request_id and f.what in ("alloc", "shared", "free")
+        ]
+        return bool(mine) and mine[-1].what == "free"
 
     def places(self) -> set[tuple[int, int]]:
         """Return pool group and slot of all that the head says."""

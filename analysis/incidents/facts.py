@@ -78,11 +78,12 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A request's first forward, and the tokens that it found computed."""
+    """A request's first forward, the tokens that it found computed, and those that it computes."""
 
     event: int
     forward: int
     prefix_len: int
+    extend_len: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +94,8 @@ class Facts:
     the slots that it names, by pool group, for the events behind findings, `modes` the modes of the forwards among
     them, `prefixes` the tokens before, by event and request. `wrote` holds where a request wrote a position of its last,
     by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
-    pool group, number of slots, less than none for those it gave back. `late_samples` counts events with samples that came after their forward.
+    pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
+    something was loaded from the host for a request. `late_samples` counts events with samples that came after their forward.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     """
 
@@ -104,6 +106,7 @@ class Facts:
     rewrites: dict[int, list[Rewrite]] = field(default_factory=lambda: defaultdict(list))
     named: dict[int, dict[int, Int64Array]] = field(default_factory=dict)
     late_samples: int = 0
+    loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)
     wrote: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))

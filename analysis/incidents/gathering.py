@@ -227,6 +227,8 @@ class _Gathering(StateListener):
         elif isinstance(event, CopyEvent):
             for copy in event.copies:
                 self._copy(copy)
+                if copy.src_tier != TIER_POOL and event.request_id in self._requests:
+                    self.facts.loads[event.request_id].append(self._event)
         elif isinstance(event, SampleEvent):
             self.facts.late_samples += 1
         elif isinstance(event, StatusEvent):
@@ -279,10 +281,11 @@ class _Gathering(StateListener):
         if forward.runner == 0:
             self._owner[rows[inside]] = ids[inside]
             self._length[rows[inside]] = (forward.prefix_lens + np.maximum(forward.extend_lens, 0))[inside]
-        for request_id, prefix in zip(ids[inside].tolist(), forward.prefix_lens[inside].tolist(), strict=True):
+        begun = ids[inside].tolist(), forward.prefix_lens[inside].tolist(), forward.extend_lens[inside].tolist()
+        for request_id, prefix, extend in zip(*begun, strict=True):
             if request_id in self._requests:
                 self._running.add(request_id)
-                begin = Begin(event=forward.event, forward=forward.forward, prefix_len=prefix)
+                begin = Begin(event=forward.event, forward=forward.forward, prefix_len=prefix, extend_len=extend)
                 self.facts.begins.setdefault(request_id, begin)
                 if asked:
                     self.facts.prefixes[forward.event, request_id] = prefix

@@ -52,14 +52,17 @@ def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Fac
     kinds: list[Counter[str]] = [Counter() for _ in range(total)]
     reasons: list[Counter[int]] = [Counter() for _ in range(total)]
     order = np.flatnonzero(clusters < total)
+    seen: set[tuple[int, int, int]] = set()  # the first of each kind is there, however many others come before
     for (cluster, source, what), count in count_rows(places, order, clusters[order]):
         if source == FINDING:
             kinds[cluster][places.kinds[what]] += count
         else:
             reasons[cluster][what] += count
-    for i, cluster in zip(order.tolist(), clusters[order].tolist(), strict=True):
-        if len(members[cluster]) < SIGNS_A_CLUSTER:
-            members[cluster].append(i)
+    keys = zip(clusters[order].tolist(), places["source"][order].tolist(), places["what"][order].tolist(), strict=True)
+    for i, key in zip(order.tolist(), keys, strict=True):
+        if len(members[key[0]]) < SIGNS_A_CLUSTER or key not in seen:
+            members[key[0]].append(i)
+            seen.add(key)
     wanted = np.array(sorted({i for mine in members for i in mine}), np.int64)
     signs: dict[int, Sign] = {}
     for source, (name, fields) in enumerate(_FIELDS.items()):

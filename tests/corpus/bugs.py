@@ -30,6 +30,11 @@ class Bug:
     patch: Callable[[Fired], None]
 
     @property
+    def held_out(self) -> bool:
+        """Whether it was recorded before any rule was looked at, and judged first by the rules of that day."""
+        return "held_out" in self.patch.__module__
+
+    @property
     def trace(self) -> str:
         """The name of its trace in data/corpus."""
         return f"{self.engine}-{self.name}"
@@ -48,7 +53,7 @@ def bug(
     """Make a bug of a function that patches the engine; its docstring is the mechanism."""
 
     def make(patch: Callable[[Fired], None]) -> Bug:
-        engine = patch.__module__.removesuffix("_bugs")
+        engine = patch.__module__.partition("_")[0]
         made = Bug(
             name=patch.__name__,
             tracker=tracker,

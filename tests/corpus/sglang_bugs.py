@@ -4,21 +4,21 @@ from bugs import H200, Fired, bug, replaces
 
 
 def _once_written_again(fired: Fired, lost: set[int]) -> None:
-    """Say that the damage is read by the first forward that has a slot of `lost` in a prefix that another row wrote since."""
+    """Say that the damage is read by the first forward with a slot of `lost` in a prefix, written since for another place."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    writer: dict[int, int] = {}
+    writer: dict[int, tuple[int, int]] = {}  # of each slot, row and position
 
     @replaces(ModelRunner, "forward")
     def forward(before, runner, batch, *args, **kwargs):
         rows, ends = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
         counts = [1] * len(rows) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
         own = batch.out_cache_loc.split(counts)
-        for row, slots in zip(rows, own, strict=True):
-            writer.update(dict.fromkeys(lost & set(slots.tolist()), row))
+        for row, end, slots in zip(rows, ends, own, strict=True):
+            writer.update({s: (row, end - len(slots) + i) for i, s in enumerate(slots.tolist()) if s in lost})
         for row, end, count in zip(rows, ends, counts, strict=True):
             prefix = runner.req_to_token_pool.req_to_token[row, : end - count].tolist()
-            if any(writer.get(slot, row) != row for slot in prefix):
+            if any(writer.get(slot, (row, place)) != (row, place) for place, slot in enumerate(prefix)):
                 fired()
         return before(runner, batch, *args, **kwargs)
 

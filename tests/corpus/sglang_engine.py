@@ -20,6 +20,11 @@ SETUPS = {
     "llama-small": ("llama", 1, 120, False, 3, False),
     "llama-retract": ("llama", 1, 150, False, 4, True),
     "llama-overlap": ("llama", 1, 512, True, 4, False),
+    "llama-overlap-page16": ("llama", 16, 256, True, 3, False),
+    "llama-page16-retract": ("llama", 16, 320, False, 4, True),
+    "llama-twins": ("llama", 1, 120, False, 3, False),
+    "llama-weights": ("llama", 1, 512, False, 4, False),
+    "hybrid-page16": ("mellum_hybrid", 16, 512, False, 4, False),
     "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
 }
 
@@ -56,8 +61,9 @@ def generate(setup: str, folder: Path) -> None:
     model, page, slots, overlap, most, retracts = SETUPS[setup]
     if retracts:
         retract_now_and_then()
+    os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
-        model_path=str(MODELS / model),
+        model_path=f"models/{model}",
         **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
         disable_overlap_schedule=not overlap,
         page_size=page,
@@ -71,9 +77,18 @@ def generate(setup: str, folder: Path) -> None:
 
     shared = tokens(20)
     prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
+    if setup == "llama-twins":  # asked at the same time
+        prompts[:2] = [prompts[1][:12]] * 2
     again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2], prompts[1] + tokens(3)]
     outputs = []
-    for batch in (prompts, again):
+    for number, batch in enumerate((prompts, again)):
+        if number and setup == "llama-weights":
+            import torch
+
+            engine.begin_weight_update()
+            done, said = engine.update_weights_from_tensor([("model.norm.weight", torch.full((64,), 0.5))])
+            engine.end_weight_update()
+            assert done, said
         sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
         outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling)]
     (folder / "tokens.json").write_text(json.dumps(outputs))
@@ -83,6 +98,7 @@ def generate(setup: str, folder: Path) -> None:
 def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
     import sglang_bugs  # noqa: F401
+    import sglang_held_out_bugs  # noqa: F401
     from bugs import BUGS
     from engine import ENVIRONMENT, forked
 

@@ -28,6 +28,7 @@ def fired_in(forward: list[int]):
 
 def generate(setup: str, folder: Path) -> None:
     """Run seeded requests, some of which share a prefix, through the engine."""
+    import driver
     from driver import Request, gemma3, llama, random_prompt, record
 
     shared = random_prompt(1, 30)
@@ -43,9 +44,12 @@ def generate(setup: str, folder: Path) -> None:
     path = folder / "traces" / "trace.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
     batching = {"num_blocks": 96, "max_batch_tokens": 40}
-    if setup in ("few", "offload"):
-        batching = {"num_blocks": 14, "max_batch_tokens": 40, "safety_margin": 0.0}
-        if setup == "offload":
+    if setup.endswith("page16"):
+        driver.PAGE_SIZE = 16
+    if setup.startswith(("few", "offload")):
+        blocks = 8 if setup.endswith("page16") else 14
+        batching = {"num_blocks": blocks, "max_batch_tokens": 40, "safety_margin": 0.0}
+        if setup.startswith("offload"):
             from types import SimpleNamespace
 
             import torch
@@ -57,8 +61,8 @@ def generate(setup: str, folder: Path) -> None:
             kept = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
             offloading_manager.torch = SimpleNamespace(**{**kept, "empty": unpinned})
             batching["cpu_offload_space"] = 0.01
-    model = gemma3() if setup == "hybrid" else llama()
-    sequences = 2 if setup == "forks" else 1
+    model = gemma3() if setup.startswith("hybrid") else llama()
+    sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)
     (folder / "tokens.json").write_text(json.dumps(answers))
 
@@ -79,6 +83,7 @@ def run(name: str, folder: Path) -> int:
                 generate(name.removeprefix("clean:"), folder)
             else:
                 import transformers_bugs  # noqa: F401
+                import transformers_held_out_bugs  # noqa: F401
                 from bugs import BUGS
 
                 BUGS[name].patch(fired_in([]))

@@ -35,6 +35,9 @@ SETUPS = {
     "hybrid-preempt": ("hybrid", {"num_gpu_blocks_override": 22}),
     "llama-eagle": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-page64": ("llama", {"block_size": 64}),
+    "llama-salts": ("llama", {}),
+    "llama-parts": ("llama", {"max_num_seqs": 3}),
 }
 
 
@@ -75,6 +78,7 @@ def generate(setup: str, folder: Path) -> None:
         "num_gpu_blocks_override": 64,
         "max_num_seqs": 6,
         "async_scheduling": False,
+        "block_size": 32,
     }
     llm = LLM(
         model=str(CONFORMANCE / "models" / model),
@@ -83,7 +87,6 @@ def generate(setup: str, folder: Path) -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=256,
-        block_size=32,
         seed=1,
         enable_prefix_caching=True,
         **{**defaults, **arguments},
@@ -99,6 +102,10 @@ def generate(setup: str, folder: Path) -> None:
     batches = [prompts, again]
     if setup == "llama-few":  # what was cached is evicted while the last ones wait
         batches.append([tokens(100), tokens(98), tokens(101), prompts[0], prompts[2], tokens(40)])
+    if setup == "llama-parts":  # blocks that come again behind others, or at another place
+        prompts[3] = tokens(80)
+        prompts[0] = shared + tokens(40)
+        batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
     outputs = []
     for number, batch in enumerate(batches):
         if number and "kv_transfer_config" in arguments:
@@ -108,6 +115,8 @@ def generate(setup: str, folder: Path) -> None:
             for _ in batch
         ]
         given = [{"prompt_token_ids": prompt} for prompt in batch]
+        if setup == "llama-salts":
+            given = [{**one, "cache_salt": f"tenant {i % 2 + number}"} for i, one in enumerate(given)]
         outputs += [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()
@@ -119,6 +128,7 @@ def run(name: str, folder: Path) -> int:
     import time
 
     import vllm_bugs  # noqa: F401
+    import vllm_held_out_bugs  # noqa: F401
     from bugs import BUGS
 
     folder.mkdir(parents=True, exist_ok=True)

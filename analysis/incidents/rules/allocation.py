@@ -159,7 +159,7 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
     evicted or given back, and may be another's by then. (V#17305, V#4761)
     """
     for sign in cluster.head:
-        if sign.kind not in (*_LOST_SLOT, "free_slot_shared", "hit_differs") and not sign.bits:
+        if sign.kind not in (*_LOST_SLOT, "free_slot_shared", "hit_differs") and not sign.bits & CONTENT:
             continue
         mine = [f for f in cluster.history(sign) if f.what == "shared" and f.request_id == sign.request_id]
         begin = cluster.facts.begins.get(sign.request_id)

@@ -62,9 +62,12 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
 
 @rule("a prefix hit of another prompt", branch="identity")
 def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
-    """A prefix node's key covers only a part of its page's tokens, so that prompts that differ behind it hit it.
-    (V#49377)
+    """A cached page's key leaves out a part of its tokens, what came before them, or their place, so that prompts that differ
+    in that hit it. (V#49377)
     """
+    own = _own_tokens_of_elsewhere(cluster)
+    if own is not None:
+        return own
     if len(cluster.head) > 1 and all(sign.bits == TOKEN or sign.kind == "hit_differs" for sign in cluster.head):
         first = cluster.first
         whole = first.position % max(1, cluster.groups[0].page_size if cluster.groups else 1) == 0
@@ -92,6 +95,21 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
         found = f"token {wrong.stored_token} instead of {wrong.expected_token}, written by {wrong.writer}"
     said = f"{sign.reader} hit a cached page of another prompt in {sign.when}: {sign.place} holds {found}"
     return cluster.diagnosis(score, said, sign)
+
+
+def _own_tokens_of_elsewhere(cluster: Cluster) -> Diagnosis | None:
+    """A cached page that holds its reader's tokens, computed behind another prompt or at another position."""
+    for sign in cluster.head:
+        moved = sign.bits & POSITION and not sign.bits & TOKEN and sign.stored_position >= 0
+        begin = cluster.facts.begins.get(sign.request_id)
+        before = any(s.bits and s.request_id == sign.request_id and s.position < sign.position for s in cluster.head)
+        if cluster.window(sign) or sign.runner != 0 or before or begin is None or begin.event != sign.event:
+            continue
+        if (sign.bits == CHAIN or moved) and _as_cached(cluster, sign):
+            other = f"at position {sign.stored_position}" if moved else "behind another prompt"
+            said = f"{sign.reader} hit a cached page in {sign.when} that holds its own tokens, computed {other} by {sign.writer}: "
+            return cluster.diagnosis(0.94, said + sign.place, sign, cause=sign.event)
+    return None
 
 
 @rule("a prefix hit across adapters, salts, weights or media", branch="identity")
@@ -148,7 +166,7 @@ def _never_filled(cluster: Cluster) -> tuple[Sign, Fact] | None:
 def fork_copy_missing(cluster: Cluster) -> Diagnosis | None:
     """A fork gets fresh slots for the page that its parent had begun, and the parent's KV is not copied. (lab)"""
     found = _never_filled(cluster)
-    if found is None or not cluster.can_fork or cluster.facts.retracted_before(found[0].request_id, found[0].event):
+    if found is None or not cluster.forked(found[0]):
         return None
     (sign, given), begin = found, cluster.facts.begins.get(found[0].request_id)
     if begin is None or begin.prefix_len <= sign.position:
@@ -167,10 +185,9 @@ def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
     if found is None or cluster.rewrite_of(found[0]) is not None:
         return None
     sign, given = found
-    resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
-    if not resumed and cluster.can_fork:
+    if cluster.forked(sign):
         return None
-    back = " was put back, came again and" if resumed else ""
+    back = " was put back, came again and" if cluster.facts.retracted_before(sign.request_id, sign.event) else ""
     said = f"{sign.reader}{back} counts position {sign.position} as computed in {sign.when}; its slot was given to it in event "
     said += f"{given.event} and nobody has written it since: {sign.place}"
     return cluster.diagnosis(0.93, said, sign, given.event, sign.event, cause=given.event)
@@ -178,7 +195,10 @@ def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
 
 @rule("a failed load was taken for done", branch="transfer")
 def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
-    """A load-back or transfer fails and is counted as loaded. (dynamo#15079)"""
+    """A load-back or transfer fails, or brings less than was asked for, and is counted as loaded. (dynamo#15079)"""
+    short = _load_came_short(cluster)
+    if short is not None:
+        return short
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue
@@ -199,6 +219,20 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
         said = f"{sign.reader} read {sign.place} in {sign.when} as loaded in event {load.event}, {why}"
         score = 0.94 if load.what == "receive_failed" else 0.91 if whole else 0.55
         return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
+    return None
+
+
+def _load_came_short(cluster: Cluster) -> Diagnosis | None:
+    """A slot of a request that came back from the host, which the load did not reach."""
+    missing = _never_filled(cluster)
+    if missing is not None:
+        sign, given = missing
+        since = (cluster.wrote(sign) or (-1,))[0]
+        load = next((at for at in cluster.facts.loads.get(sign.request_id, ()) if since < at <= sign.event), -1)
+        if load >= 0:
+            said = f"{sign.reader} came back from the host in event {load} and reads {sign.place} in {sign.when}, which was given to "
+            said += f"it in event {given.event} and which nothing has filled since: the load brought less than it counts for"
+            return cluster.diagnosis(0.94, said, sign, given.event, load, sign.event, cause=load)
     return None
 
 

@@ -9,16 +9,25 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     """A block-table entry of a running request points to another slot, which was not given to it. (canary)"""
     for other in cluster.head:
         strange = other.kind in _FOREIGN and other.cause not in ("same_forward", "given_out_anew")
-        if strange and cluster.enough(other) and not cluster.was_given(other) and cluster.rewrite_of(other) is None:
-            said = f"the table row of {other.reader} names {other.place} in {other.when}, which it was never given, though it "
-            said += f"had been given slots enough: it {other.detail}"
+        stale = cluster.gave_up(other) and cluster.facts.retracted_before(other.request_id, other.event)
+        if (
+            strange
+            and cluster.enough(other)
+            and (stale or not cluster.was_given(other))
+            and cluster.rewrite_of(other) is None
+        ):
+            why = "which it had given back when it was put back" if stale else "which it was never given"
+            said = f"the table row of {other.reader} names {other.place} in {other.when}, {why}, though it had been given slots "
+            said += f"enough: it {other.detail}"
             return cluster.diagnosis(0.9, said, other, *other.evidence, cause=other.event)
     sign = cluster.violation(CONTENT)
     if sign is None or sign.request_id < 0 or sign.position < 0:
         return None
     moved = [s for s in cluster.head if s.bits & POSITION and (s.request_id, s.group) == (sign.request_id, sign.group)]
     places = {s.position for s in moved}
-    if len(places) > 1 and places == {s.stored_position for s in moved} and cluster.was_given(sign):
+    begin = cluster.facts.begins.get(sign.request_id)
+    as_hit = begin is not None and begin.event == sign.event and cluster.joined(sign)  # the cache gave it so
+    if len(places) > 1 and places == {s.stored_position for s in moved} and cluster.was_given(sign) and not as_hit:
         said = f"the pages in the table row of {sign.reader} stand in another order in {sign.when}: {sign.place} holds position "
         return cluster.diagnosis(0.9, f"{said}{sign.stored_position}, and so on for {len(places)} positions", sign)
     said = (
@@ -47,6 +56,8 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
         return None
     leaked = cluster.kinds["slot_leaked"] > 0
     change = cluster.rewrite_of(sign)
+    if change is not None and change.count >= change.length:
+        return None  # all of its row: it was put back, and has come again
     if change is None:
         if cluster.has_trace or not leaked or cluster.finding("hit_never_written") is None:
             return None

@@ -1,6 +1,7 @@
 """What went wrong with where tokens were written, and with padding."""
 
 from ..cluster import CONTENT, KV_HASH, Cluster, Diagnosis, Sign, events_query, rule
+from ..facts import Fact
 from .allocation import own_free
 
 
@@ -21,6 +22,12 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
 def _beside(cluster: Cluster) -> Diagnosis | None:
     """A token that attention looks for where its row says, or that its request reads there later, and that went elsewhere."""
     for sign in cluster.head:
+        if sign.kind == "write_to_foreign_slot" and not cluster.was_given(sign):
+            found = _its_own_slot(cluster, sign)
+            if found is not None:
+                said = f"{sign.reader} wrote its token for position {sign.position} to {sign.place} in {sign.when}, which it was never "
+                said += f"given: it reads that position in slot {found.slot}, which it had been given"
+                return cluster.diagnosis(0.94, said, sign, sign.event, found.event, cause=sign.event)
         if sign.kind == "attention_slots":
             prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
             if sign.position >= prefix and cluster.was_given(sign):
@@ -39,12 +46,28 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
+def _its_own_slot(cluster: Cluster, sign: Sign) -> Sign | None:
+    """Return a later sign in which a request reads what it wrote elsewhere in a slot that it had been given by then."""
+    for other in cluster.signs:
+        if (other.request_id, other.position) == (sign.request_id, sign.position) and other.event > sign.event:
+            given = cluster.last(other, "alloc", "shared", before=sign.event)
+            own = given is not None and given.request_id == sign.request_id
+            if own and cluster.wrote(other) == (sign.event, sign.slot) and other.slot != sign.slot:
+                return other
+    return None
+
+
 @rule("a token written into a shared page", branch="write")
 def shared_page_written(cluster: Cluster) -> Diagnosis | None:
     """A token is computed into a page that others read: the last one of a prompt that is cached whole, or one that
     a draft model maps to the page. (V#9972, V#42971)
     """
     for sign in cluster.head:
+        empty = _joined_empty(cluster, sign)
+        if empty is not None:
+            said = f"{empty[0]} shares {sign.place} since event {empty[1].event}, before anything stood there, and both it and whoever "
+            said += f"was given the page write it, in {sign.when}: {sign.detail}"
+            return cluster.diagnosis(0.93, said, sign, empty[1].event, sign.event, cause=empty[1].event)
         joined = cluster.last(sign, "shared", "cached")
         if sign.kind != "write_to_foreign_slot" or joined is None or joined.request_id != sign.request_id:
             continue
@@ -53,11 +76,24 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
         page = cluster.groups[cluster.group(sign)].page_size if cluster.groups else 1
         if filled is None or (given is not None and filled.event < given.event) or sign.count >= page > 1:
             continue
-        if any(other.bits & CONTENT and cluster.rewrite_of(other) is not None for other in cluster.head):
+        if any(o.bits & CONTENT and (cluster.rewrite_of(o) or cluster.gave_up(o)) for o in cluster.head):
             continue  # its row is wrong, and with it the slots that come next
         said = f"{sign.reader} wrote {sign.place} in {sign.when}, which the prefix cache holds since event {joined.event} or before: it "
         return cluster.diagnosis(0.95, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
     return None
+
+
+def _joined_empty(cluster: Cluster, sign: Sign) -> tuple[str, Fact] | None:
+    """A slot that was handed on by whoever had it, before it was filled and not by the cache, and that both have written."""
+    history = cluster.history(sign) if sign.kind in ("write_to_foreign_slot", "hit_never_written") else []
+    at = max((n for n, fact in enumerate(history) if fact.what == "alloc"), default=-1)
+    since = history[at:] if at >= 0 else []
+    joined = next((fact for fact in since if fact.what != "alloc"), None)
+    if joined is None or joined.what != "shared" or joined.request_id == since[0].request_id:
+        return None
+    wrote = {fact.request_id for fact in since if fact.what == "written"}
+    both = {joined.request_id, since[0].request_id} <= wrote
+    return (sign.reader if sign.request_id == joined.request_id else "another request", joined) if both else None
 
 
 @rule("committed beyond its allocation", branch="allocation")

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from kvcanary.analysis.diff.compare import diff_traces
+from kvcanary.analysis.diff.result import EQUAL_UP_TO_HERE
 from kvcanary.analysis.diff.settings import DiffSettings
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab import trial as trials
@@ -16,6 +17,7 @@ UNSEEN = {"page_leaked"}
 ALWAYS = (
     "kv_unused_cache",
     "req_to_token",
+    "attention_prefix_lost",
     "draft_position_plus_one",
     "transfer_wrong_stride",
 )
@@ -26,6 +28,7 @@ SHOWS = {
     "row_reassigned_in_flight": "table",
     "draft_position_plus_one": "position",
     "next_token_swap": "sampled",
+    "attention_prefix_lost": "kv",
 }
 NAMES = [name for name, fault in FAULTS.items() if not fault.benign and name not in UNSEEN]
 
@@ -58,8 +61,11 @@ def test_the_first_divergence_is_there_before_the_first_harm(name, quiet, tmp_pa
     clean = run_trial(Trial(fault=None, config=config, seed=seed), folder / ("a" if pair else "a.arrow"))
     first = []
     for ticks, a, b in zip(broken.ticks, clean.traces, broken.traces, strict=True):
-        found = diff_traces(a, b).first
+        result = diff_traces(a, b)
+        found = result.first
         if found is not None:
+            # what was computed differs, and not what it was computed from
+            assert result.hint == (EQUAL_UP_TO_HERE if found.kind in ("kv", "sampled") else "")
             assert found.words
             first.append((ticks[found.b_forward], found.kind))
     assert first, "no difference"
