@@ -42,6 +42,8 @@ Exit codes, once it is ended by Ctrl-C, SIGTERM or --once: 0 all clean so far, 1
 _IDLE_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 2.0  # how often the folder is looked through
 _NICE: Final = 10
+_LEAST_NAME: Final = 12  # columns of a terminal
+_BESIDE_NAME: Final = 72  # what the other columns of the table take with numbers as wide as their headings
 
 
 def _address(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
@@ -122,7 +124,7 @@ def watch_command(
         if one is None:
             return
         if what == "damage":
-            reactions.freeze(f"kvcanary watch: damage in {one.name}, forward {facts['forwards']}")
+            reactions.freeze(f"kvcanary watch: damage in {one.name} within {facts['forwards']} forwards")
         if what == "damage" or (what == "over" and facts["verdict"] == "corrupt"):
             reactions.report(one.name, one.paths, calls=what == "damage")
 
@@ -206,13 +208,13 @@ class _Screen:
     def show(self, facts: Iterable[Mapping[str, Any]]) -> None:
         """Show what is known now."""
         if self._live is not None:
-            self._live.update(_table([one for one in facts if not one["over"]]))
+            self._live.update(_table([one for one in facts if not one["over"]], self._console.width))
 
     def news(self, what: str, facts: Mapping[str, Any]) -> None:
         """Say what happened to a recording."""
         said = {
             "begun": "[bold]{recording}[/bold]  watched",
-            "damage": "[bold red]{recording}  CORRUPT[/bold red]  by forward {forwards:,}: {violations:,} violations, {findings:,} findings",
+            "damage": "[bold red]{recording}  CORRUPT[/bold red]  within {forwards:,} forwards: {violations:,} violations, {findings:,} findings",
             "over": "[bold]{recording}[/bold]  over: {verdict}, {forwards:,} forwards, {violations:,} violations, {findings:,} findings",
             "unreadable": "[yellow]{recording}  not watched: {error}[/yellow]",
         }[what]
@@ -242,7 +244,7 @@ class _Screen:
         if self._as_json:
             click.echo(json.dumps({"what": "end", "recordings": facts}))
         elif facts:
-            self._console.print(_table(facts))
+            self._console.print(_table(facts, self._console.width))
         else:
             self._console.print("nothing was recorded there")
 
@@ -258,11 +260,12 @@ class _Screen:
         self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {text.format(**shown)}", soft_wrap=True)
 
 
-def _table(facts: Sequence[Mapping[str, Any]]) -> Table:
+def _table(facts: Sequence[Mapping[str, Any]], width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     from ...recorder.errors import printable
+    from ...recorder.text_tables import cut_middle
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("recording", overflow="fold")
@@ -274,5 +277,8 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> Table:
         numbers = (one[key] for key in ("forwards", "requests", "violations", "findings", "events_lost"))
         behind = "" if one["over"] else f"{one['seconds_behind']:.1f} s"
         verdict = Text(one["verdict"], style=styles.get(one["verdict"], "green"))
-        table.add_row(Text(printable(one["recording"])), *(f"{number:,}" for number in numbers), behind, verdict)
+        name, room = printable(one["recording"]), max(_LEAST_NAME, width - _BESIDE_NAME)
+        if len(name) > room:  # the end of a name is the process
+            name = cut_middle(name.removesuffix(".arrow"), room)
+        table.add_row(Text(name), *(f"{number:,}" for number in numbers), behind, verdict)
     return table
