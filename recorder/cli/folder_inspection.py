@@ -103,6 +103,7 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
             more = " and more" if len(recording.missing) == MAX_MISSING_SEGMENTS else ""
             lines.append(f"missing {recording.name}: segments {', '.join(map(str, recording.missing))}{more}")
     for one in found.files:
+        lines += [f"live    {Path(one.path).name}: {one.live_line}"] if one.being_recorded else []
         lines += [f"loss    {Path(one.path).name}: {loss}" for loss in one.loss_lines]
         lines += [f"gap     {gap['reason']}" for gap in one.gaps]
     lines += [f"error   {message}" for message in found.unreadable.values()]
@@ -111,7 +112,7 @@ def show_folder(console: "Console", found: FolderInspection) -> None:
         console.print(Text(printable(line)), soft_wrap=not console.is_terminal)
     if len(lines) > _BAD_SHOWN:
         console.print(Text(f"        and {len(lines) - _BAD_SHOWN:,} more lines of that kind, see --json"))
-    command = ["kvcanary", "recover"] if any(one.num_gaps for one in found.files) else ["kvcanary-replay"]
+    command = ["kvcanary", "recover"] if any(one.can_be_recovered for one in found.files) else ["kvcanary-replay"]
     console.print(Text(printable(f"next    {shlex.join([*command, str(found.folder)])}")), soft_wrap=True)
 
 

@@ -165,7 +165,7 @@ def _loss_lines(found: "TraceInspection") -> list[str]:
         if count > _MAX_SHOWN:
             lines.append(f"        and {count - _MAX_SHOWN:,} more {'losses' if what == 'loss' else what + 's'}")
     if found.being_recorded:
-        lines.append(f"live    being recorded; events in the file so far: {found.num_events:,}")
+        lines.append(f"live    {found.live_line}")
     elif not found.num_losses and not found.num_gaps:
         lines.append("whole   nothing lost")
     return lines

@@ -1,8 +1,10 @@
 """What a trace holds, in one streaming pass with bounded memory."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from .batch import LIVE, EventView, TraceBatch
+from .files import tail_paths
 from .header import TraceHeader
 from .reader import TraceReader
 
@@ -20,7 +23,7 @@ _JSON: Final = (
     *("path", "size_bytes", "state", "complete", "header", "num_events", "num_batches", "events_by_kind"),
     *("forwards_by_mode", "requests", "input_tokens", "sampled_tokens", "first_ns", "last_ns", "columns"),
     *("lost_events", "unknown_losses", "num_losses", "losses", "num_gaps", "gaps", "num_marks", "marks"),
-    "next_command",
+    *("next_command", "last_forward", "written_ns"),
 )
 
 
@@ -45,6 +48,8 @@ class TraceInspection:
     lost_events: int = 0
     unknown_losses: int = 0
     being_recorded: bool = False
+    last_forward: int | None = None  # the number of the last one
+    written_ns: int = 0  # when the file, or its tail, was written last
     # Counted all, listed the first `MAX_LISTED`.
     num_losses: int = 0
     losses: list[dict[str, Any]] = field(default_factory=list)
@@ -65,10 +70,16 @@ class TraceInspection:
         return "lossy" if self.num_losses else "complete"
 
     @property
+    def can_be_recovered(self) -> bool:
+        """Whether something is missing that a replay cannot do without: not of a recording that was only cut, or goes on."""
+        return not self.being_recorded and any(gap["missing_events"] != 0 for gap in self.gaps)
+
+    @property
     def next_command(self) -> str:
         """Return the command to run next."""
-        recover = self.num_gaps and not self.being_recorded
-        return shlex.join([*(["kvcanary", "recover"] if recover else ["kvcanary-replay"]), str(self.path)])
+        return shlex.join(
+            [*(["kvcanary", "recover"] if self.can_be_recovered else ["kvcanary-replay"]), str(self.path)]
+        )
 
     @property
     def forwards(self) -> int:
@@ -79,6 +90,15 @@ class TraceInspection:
     def requests(self) -> int:
         """How many requests became known."""
         return self.events_by_kind["request"]
+
+    @property
+    def live_line(self) -> str:
+        """Say how far a recording under way is; "" for one that has ended."""
+        if not self.being_recorded:
+            return ""
+        how_far = "no forward" if self.last_forward is None else f"forward {self.last_forward:,}"
+        seconds = max(0, time.time_ns() - self.written_ns) / 1e9
+        return f"a recording under way, {how_far} so far, {self.num_events:,} events, last written {seconds:,.0f} s ago"
 
     @property
     def columns(self) -> dict[str, dict[str, int]]:
@@ -107,6 +127,9 @@ def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:
     with TraceReader(path) as reader:
         facts: dict[str, Any] = {"size_bytes": reader.size_bytes, "complete": reader.complete, "header": reader.header}
         found = TraceInspection(path=str(Path(path)), **facts)
+        for file in (Path(path), *tail_paths(Path(path))):
+            with contextlib.suppress(OSError):
+                found.written_ns = max(found.written_ns, file.stat().st_mtime_ns)
         for item in reader.stream():
             if isinstance(item, TraceBatch):
                 _add_batch(found, item)
@@ -145,6 +168,8 @@ def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
     forwards = [row for row, kind in enumerate(kinds) if kind == "forward"]
     found.forwards_by_mode.update(modes[row] for row in forwards)
     found.input_tokens += int(tokens[forwards].sum())
+    if forwards:
+        found.last_forward = int(batch.scalar_ints("forward")[forwards[-1]])
     for row, kind in enumerate(kinds):
         if kind == "loss":
             found.num_losses += 1

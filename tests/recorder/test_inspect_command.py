@@ -36,7 +36,7 @@ def test_json_is_stable(traces):
         *("path", "size_bytes", "state", "complete", "header", "num_events", "num_batches", "events_by_kind"),
         *("forwards_by_mode", "requests", "input_tokens", "sampled_tokens", "first_ns", "last_ns", "columns"),
         *("lost_events", "unknown_losses", "num_losses", "losses", "num_gaps", "gaps", "num_marks", "marks"),
-        "next_command",
+        *("next_command", "last_forward", "written_ns"),
     ]
     assert found["state"] == "complete" and found["complete"] is True
     assert found["header"]["engine"] == {"name": "toy", "version": "1.2", "commit": "abc"}
@@ -103,7 +103,7 @@ def test_a_trace_that_is_being_recorded_is_not_torn_and_not_recovered(traces):
         assert writer.flush()
         done = run(path)
         assert done.exit_code == 125
-        assert "live    being recorded; events in the file so far: 1" in done.stdout
+        assert "live    a recording under way, no forward so far, 1 events, last written 0 s ago" in done.stdout
         assert f"next    kvcanary-replay {path}" in done.stdout
         assert "torn" not in done.stdout and "killed" not in done.stdout
         assert json.loads(run(path, "--json").stdout)["state"] == "recording"
@@ -112,7 +112,9 @@ def test_a_trace_that_is_being_recorded_is_not_torn_and_not_recovered(traces):
         folder = CliRunner().invoke(recover_command, [str(traces.folder)])
         assert folder.exit_code == 0 and "1 being recorded" in folder.output
         assert not list(traces.folder.glob("*.recovered.arrow"))
-        assert "recording" in run(traces.folder).stdout
+        shown = run(traces.folder).stdout
+        assert "live    live.arrow: a recording under way, no forward so far" in shown
+        assert "whole" not in shown
     assert run(path).exit_code == 0
 
 

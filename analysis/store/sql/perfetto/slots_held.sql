@@ -1,4 +1,5 @@
--- How many slots of a pool group are held by anybody, whenever that changes. A slot that several hold counts once.
+-- How many slots of a pool group are held by anybody, whenever that changes. A slot that several hold counts once. Without a
+-- slot history (told is false) nobody knows: what was written and not given back since.
 with ends as (
     select trace, pool_group, slot, from_event as event, 1 as step from slot_lifetimes
     union all
@@ -16,8 +17,10 @@ changes as (
     from holders
     group by all
 )
-select trace, pool_group, time_ns, sum(change) over (partition by trace, pool_group order by event)::bigint as held
+select trace, pool_group, time_ns, sum(change) over (partition by trace, pool_group order by event)::bigint as held,
+    slot_history = 'complete' as told
 from changes
 join events using (trace, event)
+join (select trace, slot_history from traces) using (trace)
 where time_ns > 0
 order by trace, pool_group, event
