@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import triton
 from kvcanary.kernels.capture.model_forward import Launches
-from kvcanary.recorder.engines.common.hooking import harmless
-from kvcanary.recorder.engines.common.step_cost import StepCost
+from kvcanary.recorder.engines.common.hooking import StepCost, harmless
 
 ROUNDS = 300
 OTHER_THINGS = np.zeros(64 << 17, np.int64)

@@ -8,20 +8,8 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ..errors import json_text
-from ..trace.schema import (
-    ALLOC_STATUSES,
-    IDENTITY_KINDS,
-    REQUEST_STATUSES,
-    SEND,
-    TIER_POOL,
-    TRANSFER_DIRECTIONS,
-    TRANSFER_STATUSES,
-    AllocStatus,
-    RequestStatus,
-    SlotChange,
-    TransferDirection,
-    TransferStatus,
-)
+from ..trace import schema
+from ..trace.schema import SEND, TIER_POOL, AllocStatus, RequestStatus, SlotChange, TransferDirection, TransferStatus
 from .host_arrays import ordered_runs, own_int64, runs_to_slots, whole_number
 from .recording import Recording, guarded
 
@@ -45,10 +33,10 @@ def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str
     """Return a request's identity as columns; `hash_name` keeps texts private, if names are."""
     rows = []
     for kind, value, start, length in identity:
-        _one_of("identity kind", kind, IDENTITY_KINDS)
+        _one_of("identity kind", kind, schema.IDENTITY_KINDS)
         text = hash_name(str(value)).encode("utf-8", "surrogatepass")
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) or 1
-        rows.append((IDENTITY_KINDS.index(kind), int(start), int(length), number if value else 0))
+        rows.append((schema.IDENTITY_KINDS.index(kind), int(start), int(length), number if value else 0))
     columns = np.array(rows, np.int64).T.copy()
     return dict(zip(("identity_kind", "identity_start", "identity_count", "identity_hash"), columns, strict=True))
 
@@ -91,7 +79,7 @@ class EventRecording(Recording):
 
         To be called after the frees that belong to it: what a request still owns then has leaked.
         """
-        _one_of("status", status, REQUEST_STATUSES)
+        _one_of("status", status, schema.REQUEST_STATUSES)
         number = whole_number(request_id, "request_id")
         self._record("status", _row_column(row), request_id=number, status=status, note=note)
         if status != "admitted":
@@ -124,12 +112,13 @@ class EventRecording(Recording):
             note: why.
         """
         _one_of("kind", kind, get_args(SlotChange))
-        _one_of(f"status of {kind}", status, ALLOC_STATUSES if kind == "alloc" else ("",))
+        _one_of(f"status of {kind}", status, schema.ALLOC_STATUSES if kind == "alloc" else ("",))
         starts, counts = (
             map(own_int64, runs, ("runs", "runs")) if runs else ordered_runs(np.sort(own_int64(slots, "slots")))
         )
         groups = np.full(starts.size, own_int64(group, "group"), np.int64)
-        self._expect_groups(groups)
+        if self._strict and ((groups < 0) | (groups >= len(self.header.groups))).any():
+            raise ValueError(f"group is {groups.tolist()}, the header has {len(self.header.groups)}")
         ints = _slot_columns(groups, self._numbers.runs(groups, starts), counts, row)
         self._record(kind, ints, request_id=whole_number(request_id, "request_id"), status=status, note=note)
 
@@ -280,8 +269,8 @@ class EventRecording(Recording):
             note: why it failed.
         """
         own, kv = self._numbers.of_group(group, own_int64(slots, "slots")), self.kv[group]
-        _one_of("status", status, TRANSFER_STATUSES)
-        _one_of("direction", direction, TRANSFER_DIRECTIONS)
+        _one_of("status", status, schema.TRANSFER_STATUSES)
+        _one_of("direction", direction, schema.TRANSFER_DIRECTIONS)
         starts, counts = ordered_runs(own)
         ints = _slot_columns(np.full(starts.size, group, np.int64), starts, counts, row)
         event = self._event(

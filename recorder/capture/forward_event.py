@@ -1,19 +1,30 @@
-"""The event of a completed forward, with what the model handed to the cache if the pool holds something else after it."""
+"""The event of a completed forward: where the engine's tables are not what a replay knows of them, and what the model handed to
+the cache if the pool holds something else after it.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
-from ...kernels.capture.changes import RowRuns, joined
+from ...kernels.capture.changes import RowRuns, cell_changes, cells_to_runs, joined, row_changes
+from ..state.forward import UnusableEventError
+from ..state.tables import StateTables
 from ..state.writes import stays
 from ..trace.event import TraceEvent
-from .forward_input import CopiedForward, KvChange
-from .host_arrays import as_rows
+from ..trace.header import TraceHeader
+from .forward_input import CopiedForward, KvChange, translate
+from .host_arrays import as_rows, on_host
 from .kv_shadow import GroupKvShadow, of_runner
 
 Submitted = Mapping[tuple[int, int], Any]
+# Columns of the event that a `CopiedForward` has under the same names.
+_INTS: Final = (
+    *("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "sampled_lens"),
+    *("input_ids", "positions", "sampled_tokens"),
+)
+_SCALARS: Final = ("runner", "mode", "attention_watched", "submitted_watched", "window_watched", "note")
 
 
 def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> TraceEvent:
@@ -21,20 +32,8 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
 
     `gathered` holds, for each of the runner's groups in header order, each stream's `[T, capture_bytes]` written bytes.
     """
-    ints = {
-        "req_pool_indices": forward.rows,
-        "request_ids": forward.request_ids,
-        "prefix_lens": forward.prefix_lens,
-        "extend_lens": forward.extend_lens,
-        "sampled_lens": forward.sampled_lens,
-        "input_ids": forward.input_ids,
-        "positions": forward.positions,
-        "sampled_tokens": forward.sampled_tokens,
-        **forward.changes,
-        **forward.attention,
-        **forward.windows,
-        **forward.recurrent,
-    }
+    ints: dict[str, Int64Array] = {name: getattr(forward, name) for name in _INTS}
+    ints |= forward.changes | forward.attention | forward.windows | forward.recurrent
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)
     payload = {}
@@ -46,16 +45,8 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
     event = TraceEvent(
         kind="forward",
         time_ns=forward.time_ns,
-        scalars={
-            "forward": forward.number,
-            "runner": forward.runner,
-            "mode": forward.mode,
-            "kv_watched": int(forward.kv_watched),
-            "attention_watched": forward.attention_watched,
-            "submitted_watched": forward.submitted_watched,
-            "window_watched": forward.window_watched,
-            "note": forward.note,
-        },
+        scalars={"forward": forward.number, "kv_watched": int(forward.kv_watched)}
+        | {name: getattr(forward, name) for name in _SCALARS},
         ints={name: values for name, values in ints.items() if values.size},
         bytes={name: values for name, values in payload.items() if values.size},
     )
@@ -71,6 +62,57 @@ def add_kv_changes(event: TraceEvent, changes: list[KvChange]) -> None:
         event.ints["kv_change_slot"] = np.concatenate([change.slots for change in changes])
         event.ints["kv_change_phase"] = np.repeat(np.array([change.phase for change in changes], np.int64), lens)
         event.bytes["kv_change_bytes"] = np.concatenate([change.content.reshape(-1) for change in changes])
+
+
+class StateShadow:
+    """The state tables as a replay of the accepted events would hold them; the event carries only where the engine disagrees.
+
+    `commit` is called only once the writer took the event, so that what a dropped event said is said again by the next.
+    """
+
+    __slots__ = ("_backend", "tables")
+
+    def __init__(self, header: TraceHeader, *, backend: str = "cpu") -> None:
+        self.tables = StateTables(header, backend=backend)
+        self._backend = backend
+
+    def changes(self, forward: CopiedForward) -> dict[str, Int64Array]:
+        """Return the event columns that bring a replay's tables to what this forward reads."""
+        tables, truth = self.tables.req_to_token, self.tables.truth
+        found = [row_changes(*one, backend=self._backend) for one in zip(forward.reads, tables, strict=True)]
+        if forward.misplaced:
+            found = [joined(both) for both in zip(found, forward.misplaced, strict=True)]
+        columns = table_columns(found)
+        if self.tables.luts:
+            used = np.concatenate([*(read.values for read in forward.reads), *forward.out_cache_loc])
+            columns |= lut_columns([self._lut_changes(n, table, used) for n, table in enumerate(forward.luts)])
+        if forward.truth is not None and truth is not None:
+            columns |= truth_columns(forward.truth.counts, row_changes(forward.truth, truth, backend=self._backend))
+        return columns
+
+    def commit(self, forward: CopiedForward) -> None:
+        """Take over an accepted event: its changes, the slots it wrote, the tokens it sampled."""
+        try:
+            self.tables.apply_changes(forward)
+        except UnusableEventError:  # a replay leaves the event out, and takes all that came before for unknown
+            self.tables.forget()
+            return
+        self.tables.apply_forward(forward)
+
+    def _lut_changes(self, number: int, table: Any, used: Int64Array) -> RowRuns:
+        """Return the used cells at which a full-to-SWA table differs from its shadow, and what they hold."""
+        shadow, held = self.tables.luts[number], on_host(table)
+        if isinstance(held, np.ndarray) and held.dtype == np.int64:
+            held = held.reshape(-1)
+            cells = cell_changes(used, held, shadow, backend=self._backend)
+            values = held[cells]
+        else:
+            cells = np.unique(used)
+            cells = cells[(cells >= 0) & (cells < min(shadow.size, int(table.shape[0])))]
+            values = translate(table, cells)
+            differs = values != shadow[cells]
+            cells, values = cells[differs], values[differs]
+        return cells_to_runs(np.full(cells.size, number, np.int64), cells, values)
 
 
 def table_columns(found: Sequence[RowRuns]) -> dict[str, Int64Array]:

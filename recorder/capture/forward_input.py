@@ -1,6 +1,6 @@
 """What an integrator gives the recorder of one forward, and the recorder's own copy of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
@@ -55,6 +55,21 @@ class TruthTokens:
 
     flat: Any
     lens: Any
+
+
+def truth_tokens(parts: Sequence[Int64Array], rows: int | None = None) -> TruthTokens:
+    """Return what each request is believed to have, `parts`, of a batch of `rows` rows, padding included."""
+    lens = np.zeros(len(parts) if rows is None else rows, np.int64)
+    lens[: len(parts)] = [part.size for part in parts]
+    return TruthTokens(flat=np.concatenate(parts) if parts else _NOTHING, lens=lens)
+
+
+def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array | int) -> Mode:
+    """Return the mode of a forward by its lengths `[bs]`, of an engine that does not name it."""
+    decoding = (extend == 1) & (prefix >= prompt_lens)
+    if decoding.all():
+        return "decode" if decoding.size else "idle"
+    return "mixed" if decoding.any() else "extend"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +185,11 @@ class CopiedForward:
         return self.changes.get(name, _NOTHING)
 
     @property
+    def req_pool_indices(self) -> Int64Array:
+        """The rows, by the name that they have in a trace."""
+        return self.rows
+
+    @property
     def new_lens(self) -> Int64Array:
         """Tokens `[bs]` that the requests add; padding rows add none."""
         return np.where(self.rows == 0, 0, np.maximum(self.extend_lens, 0))
@@ -228,7 +248,12 @@ def copy_forward(
         for table, read in enumerate(given.reads)
     )
     if given.truth is not None:
-        copied.truth = _copy_truth(given.truth, copied.rows, hash_tokens)
+        lens = own_int64(given.truth.lens, "TruthTokens.lens")
+        flat = hash_tokens(own_int64(given.truth.flat, "TruthTokens.flat"))
+        check_length("TruthTokens.lens", lens.size, copied.rows.size, "one for each of req_pool_indices")
+        counts = np.maximum(lens, 0)
+        check_length("TruthTokens.flat", flat.size, int(counts.sum()), "sum(lens)")
+        copied.truth = RowRuns(copied.rows, np.zeros_like(lens), counts, wrapped(flat))
     copied.windows, copied.window_watched = _other_windows(copied, given, header)
     if given.table_filled:
         copied.misplaced = tuple(
@@ -353,13 +378,6 @@ def _misplaced(table: Any, forward: CopiedForward, slots: Int64Array) -> RowRuns
     stands = read_runs(table, rows, positions, one)
     wrong = stands != slots[inside]
     return RowRuns(rows[wrong], positions[wrong], one[wrong], saturated(stands[wrong]))
-
-
-def _copy_truth(truth: TruthTokens, rows: Int64Array, hash_tokens: Callable[[Int64Array], Int64Array]) -> RowRuns:
-    lens, flat = own_int64(truth.lens, "TruthTokens.lens"), hash_tokens(own_int64(truth.flat, "TruthTokens.flat"))
-    check_length("TruthTokens.lens", lens.size, rows.size, "one for each of req_pool_indices")
-    check_length("TruthTokens.flat", flat.size, int(np.maximum(lens, 0).sum()), "sum(lens)")
-    return RowRuns(rows, np.zeros_like(lens), np.maximum(lens, 0), wrapped(flat))
 
 
 def check_read(name: str, read: RowRuns, bs: int) -> None:

@@ -11,7 +11,7 @@ from ...kernels.constants import KV_ALIGN_BYTES
 from ..trace.header import EngineInfo, ModelInfo, Oracle, PoolGroup, StateTable, TraceHeader
 from ..trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, Mode, SlotChange
 from .attention import paged_read
-from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
+from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, mode_by_lens, truth_tokens
 from .host_arrays import own_int64
 from .kv_tensor import KvTensor
 from .recorder import Recorder
@@ -274,12 +274,10 @@ class PagedRecorder(Recorder):
             attention = AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=(read,))
         truth = None
         if tokens is not None:
-            parts = [own_int64(part, "tokens") for part in tokens]
-            lens = np.array([part.size for part in parts] + [0] * (len(numbers) - len(parts)), np.int64)
-            truth = TruthTokens(flat=np.concatenate([lens[:0], *parts]), lens=lens)
+            truth = truth_tokens([own_int64(part, "tokens") for part in tokens], len(numbers))
         self.before_forward(
             ForwardInput(
-                mode=mode or _mode(prefix, extend),
+                mode=mode or mode_by_lens(extend, prefix, 1),
                 request_ids=numbers,
                 prefix_lens=prefix,
                 extend_lens=extend,
@@ -354,8 +352,3 @@ class PagedRecorder(Recorder):
 
 def _number(request: Hashable) -> int:
     return request if isinstance(request, int) and request >= 0 else request_id_of(str(request))
-
-
-def _mode(prefix: Any, extend: Any) -> Mode:
-    decoding = (extend == 1) & (prefix > 0)
-    return "idle" if not extend.size else "decode" if decoding.all() else "mixed" if decoding.any() else "extend"

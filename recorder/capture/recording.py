@@ -24,13 +24,12 @@ from ..trace.header import CaptureInfo, TraceHeader
 from ..trace.schema import PHASE_AFTER
 from ..writing.outbox import Outbox, RecorderStats
 from ..writing.writer import TraceWriter
-from .forward_event import add_kv_changes
+from .forward_event import StateShadow, add_kv_changes
 from .forward_input import CopiedForward, KvChange
 from .kv_shadow import Source, compare, group_shadows, store_changes
 from .privacy import Privacy, with_privacy
 from .recurrent import RecurrentCapture
 from .slot_numbers import LentRows, SlotNumbers
-from .state_shadow import StateShadow
 
 logger = logging.getLogger("kvcanary")
 
@@ -150,7 +149,7 @@ class Recording:
             if not self.outbox.put_unknown_loss(note, self._now()):
                 return False
             if tables:
-                self.state.forget()
+                self.state.tables.forget()
             for kv in self.kv:
                 kv.forget()
             return True
@@ -223,10 +222,6 @@ class Recording:
         """Raise a `ValueError` if the recorder is strict: whoever wrote the adapter is to know."""
         if self._strict:
             raise ValueError(what)
-
-    def _expect_groups(self, groups: Int64Array) -> None:
-        if self._strict and ((groups < 0) | (groups >= len(self.header.groups))).any():
-            raise ValueError(f"group is {groups.tolist()}, the header has {len(self.header.groups)}")
 
     def error_text(self, error: BaseException) -> str:
         """Return what the trace may say of an exception: if it has hashes, not what may hold a token or a name."""

@@ -124,7 +124,10 @@ def run_program(command: click.Command, program: str) -> None:
                 return invoke(context)
             finally:
                 sys.stdout.flush()
-                _leave_alone()
+                # Spares the interpreter its last look at all that was imported, a fifth of a short replay. DuckDB prints what it
+                # takes for leaks if its classes outlive that look.
+                if "duckdb" not in sys.modules:
+                    gc.freeze()
                 ignore_endings()  # the exit code stands: a signal in the interpreter's own end would replace it
         except (click.ClickException, click.exceptions.Exit):
             raise
@@ -172,12 +175,6 @@ def loaded() -> None:
     if gc.get_threshold()[0] == _OBJECTS_WHILE_LOADING:
         gc.freeze()
         gc.set_threshold(*_COLLECTOR)
-
-
-def _leave_alone() -> None:
-    """Spare the interpreter its last look at all that was imported, which takes a fifth of a short replay."""
-    if "duckdb" not in sys.modules:  # which prints what it takes for leaks, if its classes outlive that look
-        gc.freeze()
 
 
 def _report_error(program: str, error: Exception) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
     except TraceError as error:
         raise CommandError(str(error), trace=str(torn)) from None
     if as_json:
-        _print_json(_as_json(result))
+        click.echo(json.dumps(_as_json(result), indent=2))
         return
     click.echo(f"kept    {result.kept_events:,} events in {result.kept_batches:,} batches")
     if result.lost_events is None:
@@ -113,7 +114,7 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
             click.echo(f"wrote   {printable(str(target))}   {result.kept_events:,} events kept, {lost}")
     if as_json:
         report = {"folder": str(folder), "files": len(paths), "whole": whole, "being_recorded": live}
-        _print_json({**report, "recovered": recovered, "unreadable": unreadable})
+        click.echo(json.dumps({**report, "recovered": recovered, "unreadable": unreadable}, indent=2))
     elif str(folder) not in unreadable:
         click.echo(f"whole   {whole:,} of {len(paths):,} files" + (f"   {live:,} being recorded" if live else ""))
         click.echo(f"next    {printable(shlex.join(['kvcanary-replay', str(folder)]))}")
@@ -125,9 +126,3 @@ def _as_json(result: RecoveryResult) -> dict[str, Any]:
     names = ("kept_events", "kept_batches", "lost_events", "known_lost_events", "num_gaps", "causes")
     named = {"trace": str(result.source), "recovered": str(result.target)}
     return named | {name: getattr(result, name) for name in names}
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    import json
-
-    click.echo(json.dumps(value, indent=2))

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +160,7 @@ def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict
     found = {"trace": str(path), "seconds": seconds, "bytes": _size(files), "simulated_seconds": engine.clock_s}
     found |= {"segments": [str(file) for file in files]} if files != [path] else {}
     found |= {"tokens_per_second": counters.tokens / seconds, "dropped_events": stats.dropped_events}
-    return found | {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": counters.to_json()}
+    return found | {"recorder_seconds": stats.engine_thread_ns / 1e9, "counters": asdict(counters)}
 
 
 def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
@@ -172,7 +173,7 @@ def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
         "recording"
     )
     if counters.forwards:
-        click.echo(f"did     {_deeds(counters.to_json())}")
+        click.echo(f"did     {_deeds(asdict(counters))}")
     if counters.refused:
         click.echo(f"left    {counters.refused:,} requests out that no row or pool could hold; see --pool-tokens")
     if stats.dropped_events:

@@ -167,8 +167,18 @@ REQUESTS_KEPT: Final = 4096
 
 def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceEvent]:
     """Yield the keyframe of the state; no event may be applied before the last event was taken."""
-    state = recorded.state
-    yield _event(KEYFRAME_BEGIN, time_ns, labels=msgspec.json.encode(_labels(recorded)).decode())
+    state, activity, history = recorded.state, recorded.state.activity, recorded.history
+    labels = KeyframeLabels(
+        truth_fill=-1 if recorded.use.truth_fill else 0,
+        ran=activity.ran,
+        decoded=activity.decoded,
+        since_sweep=activity.since_sweep,
+        any_unknown=[pool.any_unknown for pool in state.pools],
+        last_forward=history.last_forward,
+        had_gap=history.had_gap,
+        from_start=history.ledger.from_start,
+    )
+    yield _event(KEYFRAME_BEGIN, time_ns, labels=msgspec.json.encode(labels).decode())
     for request_id, facts in state.request_table.facts.items():
         named: dict[str, int | str] = {"name": facts.name, "prompt_len": facts.prompt_len, "room": facts.room}
         for identity in facts.identities or (None,):
@@ -179,7 +189,7 @@ def keyframe_events(recorded: RecordedState, *, time_ns: int) -> Iterator[TraceE
             yield event
     for rows in rows_in_use(recorded):
         yield from _parts(rows, time_ns)
-    for fed in recorded.history.samples.waiting():
+    for fed in history.samples.waiting():
         yield _waiting(fed, time_ns)
     yield _event(KEYFRAME_END, time_ns)
 
@@ -196,20 +206,6 @@ def forget_old_requests(recorded: RecordedState) -> None:
     facts = state.request_table.facts
     known = set(list(facts)[-REQUESTS_KEPT:]).union(history.ended, *(np.unique(column).tolist() for column in columns))
     state.request_table.facts = {request: found for request, found in facts.items() if request in known}
-
-
-def _labels(recorded: RecordedState) -> KeyframeLabels:
-    state, activity, history = recorded.state, recorded.state.activity, recorded.history
-    return KeyframeLabels(
-        truth_fill=-1 if recorded.use.truth_fill else 0,
-        ran=activity.ran,
-        decoded=activity.decoded,
-        since_sweep=activity.since_sweep,
-        any_unknown=[pool.any_unknown for pool in state.pools],
-        last_forward=history.last_forward,
-        had_gap=history.had_gap,
-        from_start=history.ledger.from_start,
-    )
 
 
 def _parts(rows: Rows, time_ns: int) -> Iterator[TraceEvent]:

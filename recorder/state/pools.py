@@ -57,16 +57,14 @@ class GroupPool:
         self.pool = _allocate(group, group.num_slots)
         self.host = _allocate(group, group.host_num_slots)
         self.any_unknown = False
+        widths = [
+            (data, stream.half, stream.capture_bytes) for data, stream in zip(self.pool.kv, group.streams, strict=True)
+        ]
         self.sources = {
             half: tuple(
-                KvSource(
-                    tensor=data,
-                    page_size=1,
-                    bytes_per_token=stream.capture_bytes,
-                    read_bytes=stream.capture_bytes,
-                )
-                for data, stream in zip(self.pool.kv, group.streams, strict=True)
-                if stream.half == half
+                KvSource(tensor=data, page_size=1, bytes_per_token=width, read_bytes=width)
+                for data, of_half, width in widths
+                if of_half == half
             )
             for half in group.halves
         }

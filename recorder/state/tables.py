@@ -4,7 +4,7 @@ The trace carries only their changes. After each forward both sides, recorder an
 slots and sampled tokens, so what is left in the trace is what the engine did behind the forward's back.
 """
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from ...kernels.sparse import sparse_zeros
 from ..capture.host_arrays import ragged_index
 from ..trace.header import TraceHeader
 from .forward import EventColumns, Forward, UnusableEventError, add_up, columns
+
+if TYPE_CHECKING:
+    from ..capture.forward_input import CopiedForward
 
 
 class StateListener:
@@ -52,13 +55,12 @@ class StateTables:
 
     def __init__(self, header: TraceHeader, *, backend: str, listener: StateListener | None = None) -> None:
         self._backend = backend
-        self._listener = listener
+        self._listener = listener or StateListener()
         self.req_to_token = [sparse_zeros((t.rows, t.width), np.int32) for t in header.tables]
         self.luts = [np.zeros(length, dtype=np.int64) for length in header.lut_lens]
-        truth = header.truth_table
-        self.truth: npt.NDArray[np.int32] | None = (
-            None if truth is None else sparse_zeros((truth.rows, truth.width), np.int32)
-        )
+        self.truth: npt.NDArray[np.int32] | None = None
+        if header.truth_table is not None:
+            self.truth = sparse_zeros((header.truth_table.rows, header.truth_table.width), np.int32)
 
     def apply_changes(self, event: EventColumns) -> None:
         """Apply the changes that an event carries; raise `UnusableEventError` when runs and values do not fit."""
@@ -78,9 +80,9 @@ class StateTables:
 
     def _announce(self, index: int, runs: Runs) -> None:
         """Tell the listener of runs of block table `index`, or of the truth tokens, -1."""
-        if self._listener is not None and index >= 0:
+        if index >= 0:
             self._listener.table_runs(self, index, runs)
-        elif self._listener is not None:
+        else:
             self._listener.truth_runs(self, runs)
 
     def _apply_runs(self, index: int, table: npt.NDArray[np.int32], runs: Runs) -> None:
@@ -106,41 +108,21 @@ class StateTables:
         for index, lut in enumerate(self.luts):
             chosen = (of_value == index) & (at >= 0) & (at < len(lut))
             places, values = at[chosen], slots[chosen]
-            if self._listener is not None:
-                self._listener.lut_entries(self, index=index, places=places, values=values)
+            self._listener.lut_entries(self, index=index, places=places, values=values)
             lut[places] = values
             applied += len(places)
         if applied != len(slots):
             raise UnusableEventError(f"{len(slots) - applied} values in lut_slots lie outside their table")
 
-    def apply_forward(self, forward: Forward) -> None:
-        """Apply a forward's own slots and sampled tokens, as the recorder did."""
-        self.apply_writes(
-            forward.req_pool_indices,
-            forward.prefix_lens,
-            forward.extend_lens,
-            forward.out_cache_loc,
-            forward.sampled_lens,
-            forward.sampled_tokens,
-        )
-
-    def apply_writes(
-        self,
-        rows: Int64Array,
-        prefix_lens: Int64Array,
-        extend_lens: Int64Array,
-        out_cache_loc: Sequence[Int64Array],
-        sampled_lens: Int64Array,
-        sampled_tokens: Int64Array,
-    ) -> None:
-        """Apply what a forward of `[bs]` requests wrote: `out_cache_loc` `[tokens]` a table, and what it sampled."""
-        extends = np.maximum(extend_lens, 0)
+    def apply_forward(self, forward: "Forward | CopiedForward") -> None:
+        """Apply a forward's own slots and sampled tokens: a replay as the recorder."""
+        rows, prefix_lens, extends = forward.req_pool_indices, forward.prefix_lens, np.maximum(forward.extend_lens, 0)
         lens = np.where(rows == 0, 0, extends)
-        for index, (slots, table) in enumerate(zip(out_cache_loc, self.req_to_token, strict=True)):
+        for index, (slots, table) in enumerate(zip(forward.out_cache_loc, self.req_to_token, strict=True)):
             self._write(index, table, Runs(np.full(len(rows), index, np.int64), rows, prefix_lens, lens, slots))
-        if self.truth is not None and len(sampled_lens):
-            lens = np.where(rows == 0, 0, sampled_lens)
-            self._write(-1, self.truth, Runs(rows, rows, prefix_lens + extends, lens, sampled_tokens))
+        if self.truth is not None and len(forward.sampled_lens):
+            lens = np.where(rows == 0, 0, forward.sampled_lens)
+            self._write(-1, self.truth, Runs(rows, rows, prefix_lens + extends, lens, forward.sampled_tokens))
 
     def _write(self, index: int, table: npt.NDArray[np.int32], runs: Runs) -> None:
         self._announce(index, runs)

@@ -124,28 +124,18 @@ def plan_own_writes(
         out_of_range=out_of_range,
         backend=backend,
     )
-    part_from_unknown(pool, plan, len(prefix_lens))
-    part_from_unstored(pool, plan, slots, len(prefix_lens))
-    return slots
-
-
-def part_from_unknown(pool: GroupPool, plan: WritePlan, requests: int) -> None:
-    """Begin the chains anew that would go on from a record which lost events may have rewritten."""
-    if pool.any_unknown:
-        seeds = plan.seed_slots[:requests]
-        # Slot 0 as a seed is a table entry that a gap has made unknown.
+    bs = len(prefix_lens)
+    seeds = plan.seed_slots[:bs]  # a chain begins anew where it is -1
+    if (
+        pool.any_unknown
+    ):  # lost events may have rewritten the record; slot 0 is a table entry that a gap has made unknown
         seeds[which_unknown(pool, seeds) | (seeds == PADDING_SLOT)] = -1
-
-
-def part_from_unstored(pool: GroupPool, plan: WritePlan, slots: Int64Array, requests: int) -> None:
-    """Begin the chains anew of requests whose first tokens go to no slot of a sliding group, `slots` `[T] int64`.
-
-    A chunk that is longer than the window leaves out what nobody will read, and the record before it is then not the one before
-    what is stored. In groups with a block table of their own alone: behind a full-to-SWA table such a token goes to slot 0.
-    """
-    if pool.group.window and pool.group.lut < 0 and len(slots):
-        starts, ends = plan.offsets[:requests], plan.offsets[1 : requests + 1]
-        plan.seed_slots[:requests][(starts < ends) & (slots[np.minimum(starts, len(slots) - 1)] < 0)] = -1
+    if group.window and group.lut < 0 and len(slots):
+        # A chunk that is longer than the window leaves out what nobody will read, and the record before it is then not the one
+        # before what is stored. Behind a full-to-SWA table such a token goes to slot 0.
+        starts, ends = plan.offsets[:bs], plan.offsets[1 : bs + 1]
+        seeds[(starts < ends) & (slots[np.minimum(starts, len(slots) - 1)] < 0)] = -1
+    return slots
 
 
 def which_unknown(pool: GroupPool, slots: Int64Array) -> npt.NDArray[np.bool_]:

@@ -6,8 +6,7 @@ contract that `docs/reference/trace-format.md` describes; changing it makes ever
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +18,7 @@ _NUMBERS = struct.Struct("<qq")
 _OFFSET = {4: struct.Struct("<i"), 8: struct.Struct("<q")}
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnForm:
+class ColumnForm(NamedTuple):
     """What the walk must know of a column: widths in bytes; `offset_bytes` is 0 if it has no offsets. `num_buffers` is
     how many buffers it has in a record batch message.
     """
@@ -30,30 +28,23 @@ class ColumnForm:
     nested: bool
     num_buffers: int
 
-    @classmethod
-    def of(cls, kind: pa.DataType) -> "ColumnForm | None":
-        """Return a type's form, or None for a type that has no place in a trace of this major version."""
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            item = cls.of(kind.value_type)
-            if item is None or item.offset_bytes:
-                return None
-            return cls(item.item_bytes, 8 if pa.types.is_large_list(kind) else 4, True, 4)
-        if pa.types.is_string(kind):
-            return cls(1, 4, False, 3)
-        if (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and kind.bit_width % 8 == 0:
-            return cls(kind.bit_width // 8, 0, False, 2)
-        return None
-
 
 def column_forms(schema: pa.Schema) -> list[ColumnForm]:
     """Return each column's form for the CRC walk; raise `ValueError` for a type that cannot be walked."""
-    forms = []
-    for field in schema:
-        form = ColumnForm.of(field.type)
-        if form is None:
-            raise ValueError(f"column {field.name} has type {field.type}, which no trace of this major version has")
-        forms.append(form)
-    return forms
+    return [_column_form(field) for field in schema]
+
+
+def _column_form(field: pa.Field) -> ColumnForm:
+    kind, offset_bytes = (
+        field.type,
+        4 if pa.types.is_list(field.type) else 8 if pa.types.is_large_list(field.type) else 0,
+    )
+    if pa.types.is_string(kind):
+        return ColumnForm(1, 4, False, 3)
+    item = kind.value_type if offset_bytes else kind
+    if (pa.types.is_integer(item) or pa.types.is_floating(item)) and item.bit_width % 8 == 0:
+        return ColumnForm(item.bit_width // 8, offset_bytes, offset_bytes > 0, 4 if offset_bytes else 2)
+    raise ValueError(f"column {field.name} has type {kind}, which no trace of this major version has")
 
 
 def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[ColumnForm]) -> int:

@@ -78,7 +78,9 @@ class TraceEvent(msgspec.Struct, kw_only=True, gc=False):
                 if name not in known:
                     return f"{self.kind} event: no {dtype} list column {name!r}"
                 if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == dtype):
-                    return f"{self.kind} event: {name} is {_describe(array)}, expected a 1-D {dtype} array"
+                    shape = f" with shape {list(array.shape)}" if isinstance(array, np.ndarray) else ""
+                    came = f"{array.dtype}{shape}" if shape else type(array).__name__
+                    return f"{self.kind} event: {name} is {came}, expected a 1-D {dtype} array"
         return None
 
 
@@ -89,12 +91,6 @@ def loss_event(*, lost_events: int, note: str, time_ns: int = 0) -> TraceEvent:
 
 def _fits(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and INT64_MIN <= value <= INT64_MAX
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} with shape {list(value.shape)}"
-    return type(value).__name__
 
 
 def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Schema:

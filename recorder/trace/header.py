@@ -1,25 +1,56 @@
 """The header that makes a trace explain itself: engine, model, pools, tables, runners, ranks, capture settings.
 
-It travels as JSON under `kvcanary.header` in the Arrow schema's metadata.
+It travels as JSON under `kvcanary.header` in the Arrow schema's metadata. `check_fields` holds dataclasses to their annotations:
+what a value may be stands where the field does.
 """
 
 import dataclasses
+import functools
 import json
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from ..errors import UnreadableTraceError, json_text, whole_text
-from ..fields import Count, Positive, check_fields, expect
 from . import schema
 
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Chance = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=schema.MAX_TEXT_CHARS)]
 Slots = Annotated[int, Meta(ge=1, le=schema.MAX_SLOTS)]
 _PARTS = Meta(max_length=schema.MAX_PARTS)
+
+
+def check_fields(given: Any) -> None:
+    """Raise `ValueError` for a field with another value than its annotation, of a range or of choices, allows."""
+    owner: Any = type(given)
+    for name, kind in _limited(owner):
+        value = getattr(given, name)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            said = str(error).partition(" - at")[0]
+            expected = said.removeprefix("Expected ") if said.startswith("Expected ") else f"another value: {said}"
+            if get_origin(kind) is Literal:
+                expected = f"one of {', '.join(word or repr(word) for word in get_args(kind))}"
+            raise ValueError(f"{name} is {value!r}, expected {expected}") from None
+
+
+def expect(fits: bool, otherwise: str) -> None:
+    """Raise `ValueError` unless it fits."""
+    if not fits:
+        raise ValueError(otherwise)
+
+
+@functools.cache
+def _limited(kind: type) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(name, hint) for name, hint in hints.items() if get_origin(hint) in (Annotated, Literal, tuple)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,16 +339,14 @@ class TraceHeader:
         return [(g, s) for g, group in enumerate(self.groups) if group.runner == runner for s in group.streams]
 
 
-def completed_header(header: TraceHeader, *, flush_bytes: int, flush_interval_ns: int, compression: str) -> TraceHeader:
-    """Return the header with what only a writer knows."""
+def completed_header(header: TraceHeader, **capture: int | str) -> TraceHeader:
+    """Return the header with what only a writer knows, such as fields of its `CaptureInfo`."""
     from ... import __version__
 
-    capture = dataclasses.replace(
-        header.capture, flush_bytes=flush_bytes, flush_interval_ns=flush_interval_ns, compression=compression
-    )
+    changes: dict[str, Any] = capture
     return dataclasses.replace(
         header,
-        capture=capture,
+        capture=dataclasses.replace(header.capture, **changes),
         recorder_version=header.recorder_version or __version__,
         trace_id=header.trace_id or uuid.uuid4().hex,
         created_ns=header.created_ns or time.time_ns(),

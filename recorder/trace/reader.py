@@ -15,7 +15,7 @@ from . import framing
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
 from .files import is_locked, recording_path, segment_path, split_segment_name
-from .header import Segment, TraceHeader
+from .header import TraceHeader
 from .tail_reader import TailReader
 from .trace_bytes import TraceBytes
 from .walk import Walk
@@ -116,8 +116,13 @@ class TraceReader:
 
     def _tail(self) -> TailReader | None:
         """Return what may hold what the process that died had recorded and not flushed; of segments, the last one's alone."""
-        if self.header.segment is not None and _is_begun(self.path, self.header.segment):
-            return None
+        if self.header.segment is not None:
+            if split_segment_name(self.path) is None:
+                return None
+            behind = segment_path(recording_path(self.path), self.header.segment.number + 1)
+            with contextlib.suppress(OSError):
+                if behind.stat().st_size > 0:  # it has its header: what waits goes there
+                    return None
         return TailReader(self.path, self.header.trace_id)
 
     def _read_header(self, footer: framing.Footer | None) -> TraceHeader:
@@ -175,16 +180,6 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[EventView]:
             if isinstance(item, TraceGap):
                 raise TraceError(item.reason)
             yield from item
-
-
-def _is_begun(path: Path, segment: Segment) -> bool:
-    """Whether the segment behind this one is there, with its header: what waits goes there."""
-    if split_segment_name(path) is None:
-        return True
-    try:
-        return segment_path(recording_path(path), segment.number + 1).stat().st_size > 0
-    except OSError:
-        return False
 
 
 def _open(path: Path) -> tuple[TraceBytes, int]:

@@ -74,24 +74,18 @@ def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]
     for path in paths:
         try:
             with TraceReader(path) as reader:
-                header, complete = reader.header, reader.complete
+                header, segment, complete = reader.header, reader.header.segment, reader.complete
         except TraceError:
             unreadable.append(path)
             continue
-        if header.segment is None:
-            found["file", str(path), str(len(found))] = [_Part(0, path, header, complete)]
-            continue
-        key = ("recording", header.trace_id)
-        found.setdefault(key, []).append(_Part(header.segment.number, path, header, complete))
-        if split_segment_name(path) is not None:
+        key = ("file", str(path), str(len(found))) if segment is None else ("recording", header.trace_id)
+        found.setdefault(key, []).append(_Part(segment.number if segment else 0, path, header, complete))
+        if segment is not None and split_segment_name(path) is not None:
             owners[recording_path(path)] = key
     for path in unreadable:
-        split = split_segment_name(path)
-        owner = owners.get(recording_path(path))
-        if split is not None and owner is not None:
-            found[owner].append(_Part(split[1], path, None, False))
-        else:
-            found["unreadable", str(path), str(len(found))] = [_Part(0, path, None, False)]
+        split, alone = split_segment_name(path), ("unreadable", str(path), str(len(found)))
+        owner = alone if split is None else owners.get(recording_path(path), alone)
+        found.setdefault(owner, []).append(_Part(split[1] if split else 0, path, None, False))
     notes: list[str] = []
     recordings = []
     for parts in found.values():

@@ -31,9 +31,7 @@ class Walk:
     listed: int | None  # batches, by a right footer
     tail: TailReader | None
     being_written: Callable[[], bool]
-    since_closed: Callable[[], tuple[int, int] | None] | None = (
-        None  # batches and end by the footer that came meanwhile
-    )
+    since_closed: Callable[[], tuple[int, int] | None] | None = None  # batches and end by a footer that came meanwhile
     _given: int = 0
     _from_tail: int = 0
     _batches: int = 0

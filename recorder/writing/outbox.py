@@ -19,10 +19,6 @@ BYTES_OF_A_RUN = 24  # in a loss event: its group, start and count
 HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
 
 
-def _fits(event: TraceEvent, max_queued_bytes: int) -> bool:
-    return event.problem() is None and event.nbytes <= max_queued_bytes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecorderStats:
     """What the recorder has done so far: `engine_thread_ns` inside it on the engine's thread; `off` is why it is, or empty."""
@@ -60,8 +56,8 @@ class Outbox:
             self.taken += 1
             return True
         self.drop()
-        # One that never fits would keep back everything behind it.
-        if event.kind == "request" and _fits(event, self.writer.settings.max_queued_bytes):
+        most = self.writer.settings.max_queued_bytes  # one that never fits would keep back everything behind it
+        if event.kind == "request" and event.problem() is None and event.nbytes <= most:
             self._requests.append(event)
         return False
 

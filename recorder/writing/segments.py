@@ -1,6 +1,7 @@
 """A recording cut into segments: files that each can be replayed alone, of which the last may be all that is kept.
 
-All of it runs on the writer's thread. The state that keyframes are made from takes every event that was written.
+All of it runs on the writer's thread. The state that keyframes are made from takes every event that was written. At its start
+a recording may delete segments of others that are over: a server that crashes again and again must not fill the disk.
 """
 
 import contextlib
@@ -13,17 +14,22 @@ from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from ..errors import TraceError, TraceExistsError
+from ..files import regular_file
 from ..process.settings import WriterSettings
 from ..trace.batch import TraceBatch
 from ..trace.event import TraceEvent, batch_metadata, encode_events, header_schema
-from ..trace.files import base_name, segment_path, segments_of
+from ..trace.files import base_name, is_being_written, segment_path, segments_of, split_segment_name, tail_paths
+from ..trace.framing import FILE_START
 from ..trace.header import Segment, TraceHeader
-from ..trace.schema import FROZEN, SEGMENT_CONTINUES
-from .folder_bound import drop_the_past
+from ..trace.schema import FROZEN, HEADER_KEY, SEGMENT_CONTINUES
 from .own_file import hold
 from .trace_file import EXISTS, DeletedError, TraceFile
+
+_BEGINNING_NS: Final = 10_000_000_000
+_BEGINNING_BYTES: Final = 1 << 16  # of a file, in which its header begins
 
 _log = logging.getLogger("kvcanary")
 
@@ -231,7 +237,7 @@ class Segments(SingleFile):
         settings = self._settings
         while len(self._kept) > 1 and (
             (settings.keep_segments and len(self._kept) > settings.keep_segments)
-            or (settings.keep_bytes and sum(map(_size, self._kept)) > settings.keep_bytes)
+            or (settings.keep_bytes and sum(_size_and_time(path)[0] for path in self._kept) > settings.keep_bytes)
         ):
             try:
                 self._kept.popleft().unlink(missing_ok=True)
@@ -258,8 +264,63 @@ def _second_name(path: Path, target: Path) -> None:
         shutil.copy2(path, target)
 
 
-def _size(path: Path) -> int:
+def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
+    """Delete segments of recordings that are over, oldest first, until all segments of the folder fit `most_bytes`.
+    Those of recordings that are being written count, and stay; so do frozen folders, traces of one file, and files of
+    other programs that are called as segments are, which do not count. What cannot be deleted is logged and stays.
+
+    A recording whose newest segment is locked is being written, also in another container; where the file system knows no
+    locks, every one is taken for that, and nothing is deleted.
+    """
+    recordings: dict[str, dict[Path, int]] = {}  # each one's segments with their numbers; -1 is its tail
+    for path in folder.glob("*.arrow"):
+        found = split_segment_name(path)
+        if found is not None and _is_ours(path):
+            recordings.setdefault(found[0], {})[path] = found[1]
+    over: list[tuple[int, int, int, Path]] = []
+    total = 0
+    for segments in recordings.values():
+        tails = [path for path in tail_paths(next(iter(segments))) if path.is_file() and not path.is_symlink()]
+        # Two, since the newest has no lock yet at the moment in which it is begun.
+        newest = sorted(segments, key=segments.__getitem__)[-2:]
+        live = _begins(newest) or any(is_being_written(path, unknown=True) for path in newest)
+        for path, number in (segments | dict.fromkeys(tails, -1)).items():
+            size, time_ns = _size_and_time(path)
+            total += size
+            if not live:
+                over.append((time_ns, number, size, path))
+    deleted = []
+    for _, _, size, path in sorted(over):
+        if total <= most_bytes:
+            break
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.error("kvcanary: %s: a segment of an earlier recording cannot be deleted: %s", path, error.strerror)
+            continue
+        total -= size
+        deleted.append(path)
+    if deleted:
+        _log.info("kvcanary: %s: %d segments of earlier recordings deleted", folder, len(deleted))
+    return deleted
+
+
+def _is_ours(path: Path) -> bool:
+    """Say whether a file is a segment of a trace: others, too, have shards of Arrow files with a number in the name."""
+    beginning = b""
+    with contextlib.suppress(OSError), regular_file(path) as descriptor:
+        beginning = os.read(descriptor, _BEGINNING_BYTES)
+    return beginning.startswith(FILE_START) and HEADER_KEY in beginning
+
+
+def _begins(newest: list[Path]) -> bool:
+    """Say whether a recording has its first segment only, so lately that it may not be locked yet."""
+    return len(newest) == 1 and time.time_ns() - _size_and_time(newest[0])[1] < _BEGINNING_NS
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError:
-        return 0
+        return 0, 0
+    return found.st_size, found.st_mtime_ns

@@ -10,8 +10,8 @@ import pytest
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing import own_file
-from kvcanary.recorder.writing.folder_bound import drop_the_past
 from kvcanary.recorder.writing.own_file import hold
+from kvcanary.recorder.writing.segments import drop_the_past
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=16),), tables=(StateTable(rows=2, width=8),))
 LIVE = """

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from kvcanary.recorder.capture import recorder as recorder_module
 from kvcanary.recorder.capture import recording
+from kvcanary.recorder.capture.forward_event import StateShadow
 from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
 from kvcanary.recorder.capture.recorder import Recorder
-from kvcanary.recorder.capture.state_shadow import StateShadow
 from kvcanary.recorder.errors import MAX_ERROR_TEXT, error_text
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.writing.writer import TraceWriter

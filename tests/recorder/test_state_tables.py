@@ -1,5 +1,7 @@
 """The state tables against dictionaries, past every size at which a row's memory or a loop's block ends."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from kvcanary.recorder.state.forward import UnusableEventError
@@ -82,10 +84,11 @@ def test_runs_end_up_where_they_belong_and_nowhere_else(start: int, index: int) 
 def test_a_forwards_own_slots_and_samples_follow_its_prefixes(start: int) -> None:
     tables = StateTables(HEADER, backend="cpu")
     ints = np.array
-    tables.apply_writes(
-        ints([3, 0, 1]), ints([start, 0, 8]), ints([2, 1, 1]), (ints([5, 6, 7, 0]), ints([15, 16, 17, 0])),
-        ints([1, 0, 1]), ints([71, 72]),
+    forward = SimpleNamespace(
+        req_pool_indices=ints([3, 0, 1]), prefix_lens=ints([start, 0, 8]), extend_lens=ints([2, 1, 1]),
+        out_cache_loc=(ints([5, 6, 7, 0]), ints([15, 16, 17, 0])), sampled_lens=ints([1, 0, 1]), sampled_tokens=ints([71, 72]),
     )  # fmt: skip
+    tables.apply_forward(forward)
     for table, (one, two, three) in zip(tables.req_to_token, ((5, 6, 7), (15, 16, 17)), strict=True):
         assert table[3, start : start + 2].tolist() == [one, two]
         assert table[1, 8] == three  # a padding row takes no values, and its tokens come last

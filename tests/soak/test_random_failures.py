@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcanary.recorder.capture import recorder as recorder_module
+from kvcanary.recorder.capture.forward_event import StateShadow
 from kvcanary.recorder.capture.kv_shadow import GroupKvShadow
-from kvcanary.recorder.capture.state_shadow import StateShadow
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.writing.segments import SingleFile
 from kvcanary.recorder.writing.writer import TraceWriter

@@ -1,14 +1,29 @@
-"""What keeps a hook around an engine's function harmless: nothing that it raises gets into the engine."""
+"""What keeps a hook around an engine's function harmless: nothing that it raises gets into the engine.
+
+Also how modules are hooked once they are imported, and what hooks cost. numpy is imported when that is summed up: a process
+that records nothing imports this too.
+"""
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import pkgutil
-from collections.abc import Callable, Generator
+import sys
+from array import array
+from collections.abc import Callable, Generator, Sequence
+from importlib.machinery import ModuleSpec
 from time import perf_counter_ns
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from .step_cost import OTHERS, PLACES, StepCost
+KINDS_KEPT: Final = 16
+ENTRIES_KEPT: Final = 500_000  # of eight bytes; a step has some seven
+PLACES: Final = 16
+OTHERS: Final = 14  # the place of all other hooks
+BEGINS: Final = 15  # no hook's: a step begins
 
+Imported = Callable[[ModuleType], None]
 Finish = Callable[[Any, BaseException | None], None]
 Hook = Callable[..., Finish | None]
 Around = Generator[None, Any, None]
@@ -86,6 +101,82 @@ def while_true(condition: Callable[[], object], hook: Hook) -> Hook:
         return hook(*args, **kwargs) if condition() else None
 
     return guarded
+
+
+class StepCost:
+    """How long the hooks kept the engine's thread, engine step by engine step; only the latest steps are kept.
+
+    One list holds everything in the order in which it was spent, so that little is touched in a step: `spent` takes
+    nanoseconds times `PLACES`, plus the place that the hook has been given. `apart` are the names of at most 7 hooks whose
+    time is also counted for itself.
+    """
+
+    def __init__(self, apart: Sequence[str] = ()) -> None:
+        self._apart = tuple(apart)
+        self.log = array("q")
+        self.spent: Callable[[int], None] = self.log.append
+        self._kinds: dict[tuple[str, int], int] = {}
+        self._mode: Any = None
+        self._rows = -1
+        self._begins = 0  # the entry with which a step of this kind begins
+
+    def places(self, hook: str) -> tuple[int, int]:
+        """Return the places of what a hook takes before and after the engine's function."""
+        at = 2 * self._apart.index(hook) if hook in self._apart else OTHERS
+        return at, min(at + 1, OTHERS)
+
+    def next_step(self, mode: Any, rows: int) -> None:
+        """Begin another step, a forward of `mode`, an enum, with `rows` requests.
+
+        What was spent before the first one was the start-up.
+        """
+        if mode is not self._mode or rows != self._rows:
+            self._mode, self._rows = mode, rows
+            kind = self._kinds.setdefault((getattr(mode, "name", str(mode)), rows), len(self._kinds))
+            self._begins = kind * PLACES + BEGINS
+        if len(self.log) > 2 * ENTRIES_KEPT:
+            del self.log[:-ENTRIES_KEPT]
+        self.spent(self._begins)
+
+    def forget(self) -> None:
+        """Keep nothing of what was spent so far: no step is counted, since nothing is recorded."""
+        del self.log[:]
+
+    def summary(self) -> dict[str, Any]:
+        """Return steps, and the nanoseconds of engine thread that the median and the slowest hundredth of them took.
+
+        `by_forward` has the same of the most frequent kinds of forwards, by mode and number of requests. `by_hook` has,
+        of the same kinds, the median of each hook in `apart`, before and after the engine's function, and of all
+        others together. The step that has not ended is left out.
+        """
+        import numpy as np
+
+        log = self.log[:]  # the engine's thread may go on, and cannot append to what numpy is reading
+        values, places = np.divmod(np.array(log, np.int64), PLACES)
+        begins = np.flatnonzero(places == BEGINS)
+        if len(begins) < 2:
+            return {"steps": 0}
+        kinds = values[begins[:-1]]
+        step = np.cumsum(places == BEGINS) - 1
+        counts = (places != BEGINS) & (step >= 0) & (step < len(kinds))
+        times = np.zeros((len(kinds), BEGINS), np.int64)
+        np.add.at(times, (step[counts], places[counts]), values[counts])
+
+        def place(mine: Any, percent: int) -> int:
+            return int(np.sort(mine)[len(mine) * percent // 100])
+
+        whole = times.sum(axis=1)
+        names = [f"{hook} {side}" for hook in self._apart for side in ("before", "after")]
+        columns = {name: at for at, name in enumerate(names)} | {"others": OTHERS}
+        by_forward: dict[str, list[int]] = {}
+        by_hook: dict[str, dict[str, int]] = {}
+        for (mode, rows), number in sorted(self._kinds.items(), key=lambda kind: -int((kinds == kind[1]).sum())):
+            mine = kinds == number
+            if mine.any() and len(by_forward) < KINDS_KEPT:
+                by_forward[f"{mode} {rows}"] = [int(mine.sum()), place(whole[mine], 50), place(whole[mine], 99)]
+                by_hook[f"{mode} {rows}"] = {name: place(times[mine, at], 50) for name, at in columns.items()}
+        slowest = {f"engine_thread_ns_p{percent}": place(whole, percent) for percent in (50, 99)}
+        return {"steps": len(kinds), **slowest, "by_forward": by_forward, "by_hook": by_hook}
 
 
 def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Callable[..., Any]:
@@ -194,3 +285,45 @@ def wrap_function(owner: Any, name: str, hook: Hook, on_fault: OnFault) -> None:
         return around(original, *args, **kwargs)
 
     setattr(owner, name, wrapper)
+
+
+class WhenImported(importlib.abc.MetaPathFinder):
+    """A finder that lets the others find a module, and calls `then[name]` with it once it has been executed."""
+
+    def __init__(self, then: dict[str, Imported]) -> None:
+        self._then = dict(then)
+        self._looking: set[str] = set()
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the module's own spec, whose loader calls us; None for a module that is not waited for."""
+        if fullname not in self._then or fullname in self._looking:
+            return None
+        self._looking.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking.discard(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module") and not isinstance(loader, type):
+            execute, then = loader.exec_module, self._then.pop(fullname)
+
+            def exec_module(module: ModuleType) -> None:
+                vars(loader).pop("exec_module", None)  # as it was
+                execute(module)
+                then(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def when_imported(then: dict[str, Imported]) -> None:
+    """Call `then[name]` with each module once it is imported; at once if it has been."""
+    waiting = {}
+    for name, call in then.items():
+        module = sys.modules.get(name)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            call(module)
+        else:
+            waiting[name] = call
+    if waiting:
+        sys.meta_path.insert(0, WhenImported(waiting))

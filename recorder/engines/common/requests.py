@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.forward_input import TruthTokens
-from ...capture.slot_numbers import request_id_of as request_id_of  # its callers find it here
-from ...trace.schema import Mode
+from ...capture.forward_input import mode_by_lens as mode_by_lens  # their callers find them here
+from ...capture.forward_input import truth_tokens as truth_tokens
+from ...capture.slot_numbers import request_id_of as request_id_of
 
 
 class TokenList:
@@ -63,21 +63,6 @@ class TokenList:
         if total > self._count:
             self.append(output[self._count - len(prompt) :])
         return self.all()
-
-
-def truth_tokens(parts: Sequence[Int64Array], rows: int | None = None) -> TruthTokens:
-    """Return what each request is believed to have, `parts`, of a batch of `rows` rows, padding included."""
-    lens = np.zeros(len(parts) if rows is None else rows, np.int64)
-    lens[: len(parts)] = [part.size for part in parts]
-    return TruthTokens(flat=np.concatenate(parts) if parts else np.empty(0, np.int64), lens=lens)
-
-
-def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array) -> Mode:
-    """Return the mode of a forward by its lengths `[bs]`, of an engine that does not name it."""
-    decoding = (extend == 1) & (prefix >= prompt_lens)
-    if decoding.all():
-        return "decode" if decoding.size else "idle"
-    return "mixed" if decoding.any() else "extend"
 
 
 class KnownRequest:

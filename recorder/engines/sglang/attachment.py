@@ -8,8 +8,7 @@ from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, beside, while_true, wrap_method
-from ..common.step_cost import StepCost
+from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, StepCost, beside, while_true, wrap_method
 from ..common.stopping import stop_tree
 from .history import knows_allocator
 from .hooks import not_applied, register_drafts

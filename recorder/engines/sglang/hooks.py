@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import error_text
-from ..common.hooking import Target, harmless
-from ..common.import_hook import when_imported
+from ..common.hooking import Target, harmless, when_imported
 from ..common.stopping import stop_tree
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from ...capture.attention import row_read
 from ...capture.forward_input import AttentionInput
 from ...capture.host_arrays import own_int64
 from ...trace.header import NotWatched
-from ..common.hooking import Finish, OnFault, wrap_method
-from ..common.step_cost import StepCost
+from ..common.hooking import Finish, OnFault, StepCost, wrap_method
 from .layout import RunnerLayout, SglangLayout
 from .recurrent import backend_of_all
 

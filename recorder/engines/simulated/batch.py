@@ -7,7 +7,7 @@ import numpy as np
 
 from ....kernels.arrays import Int32Array, Int64Array
 from ...capture.attention import row_read
-from ...capture.forward_input import TableRead
+from ...capture.forward_input import AttentionInput, TableRead
 from ...capture.host_arrays import ragged_index
 from ...trace.schema import Mode
 from .config import EngineConfig
@@ -109,36 +109,27 @@ class BatchBuilder:
         return np.zeros(count, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMetadata:
-    """`seq_lens`, `query_lens` `[bs]`; `reads`: for each pool the slots of the positions read, None for other runners'."""
-
-    seq_lens: Int64Array
-    query_lens: Int64Array
-    reads: tuple[TableRead | None, ...]
-
-    def slot_before(self, pool: int) -> Int64Array:
-        """Return the slot of the position before each request's first query token, `[bs]`; 0 for none."""
-        read = self.reads[pool]
-        if read is None or not read.slots.size:
-            return np.zeros_like(self.seq_lens)
-        before = self.seq_lens - self.query_lens - 1 - read.starts
-        places = np.cumsum(read.counts) - read.counts + before
-        known = (before >= 0) & (before < read.counts)
-        found: Int64Array = np.where(known, read.slots[np.where(known, places, 0)], 0)
-        return np.maximum(found, 0)
+def slot_before(attention: AttentionInput, pool: int) -> Int64Array:
+    """Return the slot of the position before each request's first query token, `[bs]`; 0 for none."""
+    read, seq_lens = attention.slots[pool], np.asarray(attention.seq_lens)
+    if read is None or not read.slots.size:
+        return np.zeros_like(seq_lens)
+    before = seq_lens - attention.query_lens - 1 - read.starts
+    places = np.cumsum(read.counts) - read.counts + before
+    known = (before >= 0) & (before < read.counts)
+    return np.maximum(np.where(known, read.slots[np.where(known, places, 0)], 0), 0)
 
 
 class AttentionBackend:
-    """Builds the metadata of each forward."""
+    """Builds what attention gets in each forward."""
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
 
-    def plan(self, batch: Batch) -> AttentionMetadata:
+    def plan(self, batch: Batch) -> AttentionInput:
         """Return what the kernels of a forward get."""
         seq_lens = self.seq_lens(batch)
-        return AttentionMetadata(seq_lens=seq_lens, query_lens=batch.extend_lens, reads=self.reads(batch, seq_lens))
+        return AttentionInput(seq_lens=seq_lens, query_lens=batch.extend_lens, slots=self.reads(batch, seq_lens))
 
     def seq_lens(self, batch: Batch) -> Int64Array:
         """Return how many tokens each request has, those of this forward included."""
@@ -156,7 +147,7 @@ class AttentionBackend:
         return row_read(memory.req_to_token, batch.rows, batch.prefix_lens, starts=starts)
 
     def reads(self, batch: Batch, seq_lens: Int64Array) -> tuple[TableRead | None, ...]:
-        """Return the slots of each pool that attention reads."""
+        """Return the slots of each pool that attention reads, None for other runners' pools."""
         memory = self._memory
         found: list[TableRead | None] = [None] * len(memory.pools)
         for pool in memory.pools:

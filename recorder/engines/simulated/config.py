@@ -3,12 +3,12 @@
 Everything that happens follows from the configuration and a seed.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from ...fields import Chance, Count, Positive, check_fields, expect
+from ...trace.header import Chance, Count, Positive, check_fields, expect
 
 
 class WorkloadError(Exception):
@@ -168,7 +168,3 @@ class Counters:
     transfers: int = 0
     failed_transfers: int = 0
     overruns: int = 0  # forwards of a request that had finished, overlap scheduling
-
-    def to_json(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)

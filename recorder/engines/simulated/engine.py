@@ -107,11 +107,11 @@ class SimulatedEngine:
     ) -> Request:
         """Return a request with an id of its own, which is recorded."""
         word = seeded_word(self.config.seed, 1, self._order)
-        request = Request.of(spec, request_id=int(word >> np.uint64(1)), order=self._order, room=room)
+        request = Request(spec=spec, request_id=int(word >> np.uint64(1)), order=self._order, room=room)
         self._order += 1
         self.counters.requests += 1
         said: dict[str, Any] = {"prompt_len": request.prompt_len, "room": room, "labels": labels}
-        identity = (IdentityValue("adapter", request.adapter),)
+        identity = (IdentityValue("adapter", spec.adapter),)
         self.recorder.request(request_id=request.request_id, name=request.name, **said, identity=identity)
         return request
 
@@ -132,9 +132,9 @@ class SimulatedEngine:
         self.close()
 
     def _aborts(self) -> None:
-        for request in [r for r in self.scheduler.waiting if r.abort_at == 0]:
+        for request in [r for r in self.scheduler.waiting if r.spec.abort_at == 0]:
             self.scheduler.abort(request)
-        for request in [r for r in self.scheduler.active if NEVER < r.abort_at <= r.cached_len]:
+        for request in [r for r in self.scheduler.active if NEVER < r.spec.abort_at <= r.cached_len]:
             if request not in self.scheduler.parked:  # its KV is under way: whoever parked it waits for that
                 self.scheduler.abort(request)
 
@@ -246,7 +246,7 @@ class SimulatedEngine:
             arrival_s=self.clock_s,
             prompt=parent.tokens[: parent.prompt_len].copy(),
             max_new_tokens=parent.max_tokens - parent.prompt_len,
-            priority=parent.priority,
+            priority=parent.spec.priority,
         )
         child = self.new_request(spec, labels={"forked_from": parent.name})
         # The draft's KV of the prompt's last token depends on the token sampled next, which the fork does not share.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...fields import Chance, Count, Positive, check_fields, expect
+from ...trace.header import Chance, Count, Positive, check_fields, expect
 from ...trace.schema import TransferDirection, TransferStatus
 from .config import BrokenEngineError, EngineConfig
 from .engine import SimulatedEngine
@@ -227,7 +227,7 @@ class PdPair:
                 else:
                     prefill.counters.refused += 1
         for room in list(self.rooms.values()):
-            if not room.steps_left and NEVER < room.sender.abort_at <= room.sender.cached_len:
+            if not room.steps_left and NEVER < room.sender.spec.abort_at <= room.sender.cached_len:
                 self.abort(room)
         prefill.step()
         self._start_transfers()

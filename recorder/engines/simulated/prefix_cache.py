@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from .pools import NO_PAGES, PageAllocator
+from .pools import NO_PAGES, PageAllocator, copy_slots
 from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix
 from .requests import Request
 
@@ -26,14 +26,14 @@ class HostTier:
 
     def offload(self, node: Node) -> bool:
         """Copy a node's page to the host tier; the node stays in the tree. False if there is no room."""
-        if not self.pages.num_pages or (not self.pages.free_pages and not self._drop_one()):
-            return False
+        if not self.pages.free_pages and (oldest := self._queue.pop()) is not None:
+            self._drop(oldest)
         taken = self.pages.alloc(1)
         if taken is None:
             return False
         node.host_page = int(taken[0])
         for pool in self._pools:
-            pool.to_host(self._slots(node.page), self._slots(node.host_page))
+            copy_slots(pool.arrays, self._slots(node.page), pool.host_arrays, self._slots(node.host_page))
         self._memory.history.moved(node.page, node.host_page, to_host=True)
         self._memory.counters.offloaded_pages += 1
         self._queue.offer(node)
@@ -61,12 +61,6 @@ class HostTier:
         for child in list(node.children.values()):
             self.drop_below(child)
             self._drop(child)
-
-    def _drop_one(self) -> bool:
-        node = self._queue.pop()
-        if node is not None:
-            self._drop(node)
-        return node is not None
 
     def _drop(self, node: Node) -> None:
         self.leave(node)
@@ -118,7 +112,7 @@ class PrefixCache:
 
     def space(self, request: Request) -> str:
         """Return what a request's KV depends on beside its tokens; none of another space is its own."""
-        return request.adapter
+        return request.spec.adapter
 
     def record_attached(self, request: Request) -> None:
         """Record which pages of the tree a request begins with, and which of their sliding-window halves it reads."""

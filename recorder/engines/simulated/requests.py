@@ -57,18 +57,16 @@ class Arrivals:
 class Request:
     """A request in the engine; `tokens[:num_tokens]` is prompt and output so far."""
 
+    spec: RequestSpec
     request_id: int
-    room: int  # what the two halves of a prefill/decode pair call it, -1 for none
-    name: str
     order: int
-    priority: int
-    prompt_len: int
-    max_tokens: int
-    tokens: Int32Array
-    num_tokens: int
-    copies_left: int
-    abort_at: int
-    adapter: str = ""
+    room: int = NO_ROOM  # what the two halves of a prefill/decode pair call it
+    name: str = field(init=False)
+    prompt_len: int = field(init=False)
+    max_tokens: int = field(init=False)
+    tokens: Int32Array = field(init=False)
+    num_tokens: int = field(init=False)
+    copies_left: int = field(init=False)
     retracted: bool = False
     row: int = NO_ROW
     cached_len: int = 0  # tokens whose KV is in the cache, at positions 0 .. cached_len - 1 of the row
@@ -80,28 +78,14 @@ class Request:
     in_flight: int = 0  # forwards with it that the host has not heard back from
     future: int = NO_FUTURE  # where the token sampled last lies on the device
 
-    @classmethod
-    def of(cls, spec: RequestSpec, *, request_id: int, order: int, room: int = NO_ROOM) -> "Request":
-        """Return a request that has just come in."""
-        prompt_len = len(spec.prompt)
-        max_tokens = prompt_len + spec.max_new_tokens
+    def __post_init__(self) -> None:
+        self.name = f"{self.request_id & 0xFFFFFFFF:08x}"
+        self.prompt_len = self.num_tokens = len(self.spec.prompt)
+        self.max_tokens = self.prompt_len + self.spec.max_new_tokens
+        self.copies_left = self.spec.copies - 1
         # One more than a request can ever hold, so that a page key's look-ahead stays inside.
-        tokens = np.zeros(max_tokens + 1, np.int32)
-        tokens[:prompt_len] = spec.prompt
-        return cls(
-            request_id=request_id,
-            room=room,
-            name=f"{request_id & 0xFFFFFFFF:08x}",
-            order=order,
-            priority=spec.priority,
-            prompt_len=prompt_len,
-            max_tokens=max_tokens,
-            tokens=tokens,
-            num_tokens=prompt_len,
-            copies_left=spec.copies - 1,
-            abort_at=spec.abort_at,
-            adapter=spec.adapter,
-        )
+        self.tokens = np.zeros(self.max_tokens + 1, np.int32)
+        self.tokens[: self.prompt_len] = self.spec.prompt
 
     @property
     def sampling_id(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -10,12 +11,13 @@ from ....kernels.ops.hash.reference import splitmix64_words
 from ....kernels.ops.oracle.reference import oracle_tokens
 from ...capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from ...capture.recorder import Recorder
-from .batch import AttentionBackend, AttentionMetadata, Batch
+from .batch import AttentionBackend, Batch, slot_before
 from .config import Counters, EngineConfig
 from .memory import KvMemory
 from .pools import TARGET, KvPool, WordArray
 
 _LOW_BITS = np.uint64(4)
+NOTHING: Final = np.empty(0, np.int64)
 
 
 def token_words(tokens: Int64Array, positions: Int64Array) -> WordArray:
@@ -32,7 +34,7 @@ class Model:
         self._memory = memory
         self._noise = np.random.default_rng([config.seed, 0x4E01]) if config.noise else None
 
-    def run(self, batch: Batch, attention: AttentionMetadata) -> WordArray:
+    def run(self, batch: Batch, attention: AttentionInput) -> WordArray:
         """Write the KV of each token in every pool of the batch's runner; what came before is read from the slots that
         attention is given. Return the content word of each token in the runner's first pool, `[T] uint64`.
         """
@@ -48,12 +50,12 @@ class Model:
                 computed = content if computed is None else computed
         return words if computed is None else computed
 
-    def _content(self, pool: KvPool, batch: Batch, attention: AttentionMetadata, words: WordArray) -> WordArray:
+    def _content(self, pool: KvPool, batch: Batch, attention: AttentionInput, words: WordArray) -> WordArray:
         extend = batch.extend_lens
         sums = np.cumsum(words, dtype=np.uint64)
         first = np.cumsum(extend) - extend
-        reads = attention.seq_lens > attention.query_lens
-        base = np.where(reads, pool.content[attention.slot_before(pool.index)], np.uint64(0))
+        reads = np.asarray(attention.seq_lens) > attention.query_lens
+        base = np.where(reads, pool.content[slot_before(attention, pool.index)], np.uint64(0))
         return sums + np.repeat(base - sums[first] + words[first], extend)
 
 
@@ -104,17 +106,12 @@ class ForwardRunner:
         submitted: dict[tuple[int, int], WordArray] = {}
         if batch.input_ids.size:
             attention = self.attention.plan(batch)
-            self._recorder.attention(
-                AttentionInput(seq_lens=attention.seq_lens, query_lens=attention.query_lens, slots=attention.reads)
-            )
+            self._recorder.attention(attention)
             content = self.model.run(batch, attention)
             if self._memory.config.submitted:
                 submitted = self.submitted(batch)
-        if pick is None:
-            self._recorder.after_forward(submitted=submitted)
-        else:
-            tokens, lens = pick(content)
-            self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=lens, submitted=submitted)
+        tokens, lens = (NOTHING, NOTHING) if pick is None else pick(content)
+        self._recorder.after_forward(sampled_tokens=tokens, sampled_lens=lens, submitted=submitted)
         self._counters.forwards += 1
         self._counters.padded_forwards += batch.rows.size > len(batch.requests)
         if batch.runner == TARGET:

@@ -43,7 +43,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request behind those of its priority, a retracted one before those that came after it."""
         self.waiting.append(request)
-        self.waiting.sort(key=lambda r: (-r.priority, r.order))
+        self.waiting.sort(key=lambda r: (-r.spec.priority, r.order))
 
     def next_prefill(self) -> list[Prefill]:
         """Return the requests of the next prefill forward, slots allotted, within the chunk budget."""
@@ -136,8 +136,8 @@ class Scheduler:
 
     def preempt_for(self, request: Request) -> bool:
         """Put the least important running request back if the waiting one is more important."""
-        victim = min(self.running, key=lambda r: (r.priority, -r.order), default=None)
-        if victim is None or victim.priority >= request.priority:
+        victim = min(self.running, key=lambda r: (r.spec.priority, -r.order), default=None)
+        if victim is None or victim.spec.priority >= request.spec.priority:
             return False
         self._counters.preemptions += 1
         self.retract(victim, hold=False)
@@ -161,7 +161,7 @@ class Scheduler:
         candidates = self.running if self.prefilling is None else [self.prefilling]
         if len(self.active) < 2:
             raise BrokenEngineError(f"the pool of {self._config.num_pages} pages cannot carry a single request")
-        return min(candidates, key=lambda r: (r.priority, r.num_tokens - r.prompt_len, -r.order))
+        return min(candidates, key=lambda r: (r.spec.priority, r.num_tokens - r.prompt_len, -r.order))
 
     def retract(self, request: Request, *, hold: bool = True) -> None:
         """Take everything from a request and queue it again; it will be computed anew."""

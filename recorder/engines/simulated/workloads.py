@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from ....kernels.arrays import Int32Array, Int64Array
 from ....kernels.ops.hash.reference import splitmix64_words
-from ...fields import Chance, Positive, check_fields
+from ...trace.header import Chance, Positive, check_fields
 from .config import WorkloadError
 from .requests import NEVER, RequestSpec
 

@@ -15,8 +15,7 @@ from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
-from .layout import TransformersGroup, describe_engine
-from .step import attention_input, table_read, written_slots
+from .layout import TransformersGroup, attention_input, describe_engine, table_read, written_slots
 
 
 class TransformersRequest(KnownRequest):

@@ -7,8 +7,7 @@ import logging
 from types import ModuleType
 from typing import Any, Final
 
-from ..common.hooking import Target, wrap_function
-from ..common.import_hook import when_imported
+from ..common.hooking import Target, when_imported, wrap_function
 
 logger = logging.getLogger("kvcanary")
 

@@ -93,13 +93,13 @@ def adapter_not_in_key(bench: Bench) -> None:
         before = memory.row_pages(row, first, pages).tolist()
         original(request, **kwargs)
         after = memory.row_pages(row, first, pages).tolist()
-        computed.update((page, request.adapter) for page, kept in zip(before, after, strict=True) if page == kept)
+        computed.update((page, request.spec.adapter) for page, kept in zip(before, after, strict=True) if page == kept)
 
     @around(memory.cache)
     def record_attached(original: Any, request: Request) -> None:
         original(request)
         pages = memory.row_pages(request.row, 0, request.shared_pages).tolist()
-        others = [n for n, page in enumerate(pages) if computed.get(page, request.adapter) != request.adapter]
+        others = [n for n, page in enumerate(pages) if computed.get(page, request.spec.adapter) != request.spec.adapter]
         if others and bench.started:
             place = {"position": others[0] * memory.page_size, "slot": pages[others[0]] * memory.page_size}
             bench.inject(request=request, **place)

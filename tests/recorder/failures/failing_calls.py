@@ -20,6 +20,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -142,7 +143,7 @@ class RecordInSmallMemory(Record):
         begin()
         simulated.run()
         simulated.close()
-        Path(os.environ["KVCANARY_ANSWERS"]).write_text(json.dumps(simulated.counters.to_json()))
+        Path(os.environ["KVCANARY_ANSWERS"]).write_text(json.dumps(asdict(simulated.counters)))
 
 
 class Command(Scenario):

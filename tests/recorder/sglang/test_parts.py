@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.host_arrays import own_int64
-from kvcanary.recorder.engines.common import hooking, step_cost
-from kvcanary.recorder.engines.common.hooking import Target, around, beside, harmless, wrap_method, wrap_often
+from kvcanary.recorder.engines.common import hooking
+from kvcanary.recorder.engines.common.hooking import (
+    PLACES,
+    StepCost,
+    Target,
+    around,
+    beside,
+    harmless,
+    wrap_method,
+    wrap_often,
+)
 from kvcanary.recorder.engines.common.requests import request_id_of
-from kvcanary.recorder.engines.common.step_cost import PLACES, StepCost
 from kvcanary.recorder.engines.sglang import hooks as sglang_hooks
 from kvcanary.recorder.engines.sglang import requests as sglang_requests
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
@@ -112,7 +120,7 @@ def test_a_hook_that_raises_is_reported_and_the_engine_goes_on(late: bool) -> No
 
 
 def test_what_steps_cost_by_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_cost, "ENTRIES_KEPT", 14)
+    monkeypatch.setattr(hooking, "ENTRIES_KEPT", 14)
     cost = StepCost(("on_a", "on_b"))
     assert cost.summary() == {"steps": 0}
     decode, extend = SimpleNamespace(name="DECODE"), SimpleNamespace(name="EXTEND")

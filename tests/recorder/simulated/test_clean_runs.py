@@ -1,5 +1,7 @@
 """A clean engine is judged clean, whatever its shape, its schedule and what interferes with it."""
 
+from dataclasses import asdict
+
 import pytest
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 
@@ -79,5 +81,5 @@ def test_together_they_exercise_everything(tmp_path):
 
 
 def add(total: dict[str, int], engine: SimulatedEngine) -> None:
-    for name, count in engine.counters.to_json().items():
+    for name, count in asdict(engine.counters).items():
         total[name] = total.get(name, 0) + count

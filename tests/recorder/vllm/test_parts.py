@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvcanary.recorder.capture.forward_input import TableRead
 from kvcanary.recorder.capture.host_arrays import gather_kv
-from kvcanary.recorder.engines.common.import_hook import WhenImported, when_imported
+from kvcanary.recorder.engines.common.hooking import WhenImported, when_imported
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module

@@ -6,7 +6,7 @@ from pathlib import Path
 
 if os.environ.get("CONFORMANCE_FAULT"):
     sys.path.append(str(Path(__file__).resolve().parent.parent))
-    from kvcanary.recorder.engines.common.import_hook import when_imported
+    from kvcanary.recorder.engines.common.hooking import when_imported
 
     def install(_: object) -> None:
         from faults import install_faults
