@@ -231,7 +231,7 @@ class EventRecording(Recording):
         for column in ("sweep_slot", "sweep_prev"):
             ints[column] = self._numbers.of_groups(of_group, ints[column])
         filled = {name: values for name, values in ints.items() if values.size}
-        event = self._event("sweep", filled, {}, forward=self._forwards - 1, runner=int(runner))
+        event = self._event("sweep", filled, forward=self._forwards - 1, runner=int(runner))
         slots = ints["sweep_slot"]
         self._put_watched(event, runner, [(int(g), slots[of_group == g]) for g in np.unique(of_group)])
 
@@ -276,7 +276,6 @@ class EventRecording(Recording):
         event = self._event(
             "transfer",
             ints | {"prefix_lens": np.array([start_position], np.int64)},
-            {},
             status=status,
             mode=direction,
             forward=self._forwards - 1,

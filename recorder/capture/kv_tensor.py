@@ -34,7 +34,6 @@ class KvTensor:
     first_slot: int = 0
 
     def __post_init__(self) -> None:
-        """Check the names once."""
         names, shapes = self.axes.split(), {tuple(tensor.shape) for tensor in self.tensors}
         if "slot" not in names or len(set(names)) != len(names):
             raise ValueError(f"axes is {self.axes!r}, expected each axis once and one named slot")

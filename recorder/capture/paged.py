@@ -312,7 +312,6 @@ class PagedRecorder(Recorder):
         self._show(use)
 
     def _show(self, use: BlockUse) -> None:
-        """Record what has changed hands since the last time."""
         if not self._forwards and not self._blocks.requests() and (held := list(use.cached)):
             self.start_over("the engine had run before, its prefix cache is not empty")
             self._blocks.begin(held)

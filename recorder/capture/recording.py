@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import Int64Array
 from ...kernels.capture import changes
 from ..errors import error_text
 from ..process.endings import at_process_end
@@ -256,13 +256,12 @@ class Recording:
         if self._put(event):
             store_changes(changes, self.kv, runner)
 
-    def _event(
-        self, kind: str, ints: dict[str, Int64Array], payload: dict[str, ByteArray], **scalars: int | str
-    ) -> TraceEvent:
-        return TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints, bytes=payload)
+    def _event(self, kind: str, ints: dict[str, Int64Array], **scalars: int | str) -> TraceEvent:
+        return TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=ints)
 
     def _record(self, kind: str, ints: dict[str, Int64Array] = NO_LISTS, **scalars: int | str) -> bool:
-        return self._put(self._event(kind, ints or NO_LISTS, NO_LISTS, **scalars))
+        lists = ints or NO_LISTS
+        return self._put(TraceEvent(kind=kind, time_ns=self._now(), scalars=scalars, ints=lists, bytes=NO_LISTS))
 
     def _put(self, event: TraceEvent) -> bool:
         if self._privacy is not None:

@@ -204,22 +204,13 @@ def _workload(options: dict[str, Any]) -> RandomWorkload | FileWorkload:
             limit=options["requests"] or 0,
             seed=options["seed"],
         )
-    names = [
-        "seed",
-        "prompt_tokens",
-        "output_tokens",
-        "sharing",
-        "arrival_rate",
-        "priorities",
-        "abort_rate",
-        "fork_rate",
-    ]
+    names = "seed prompt_tokens output_tokens sharing arrival_rate priorities abort_rate fork_rate"
     longest = 4 * (options["prompt_tokens"] + options["output_tokens"])
     pool = options["pool_tokens"]
     if pool is not None:  # leaves room for the tokens that a verify forward writes ahead
         longest = max(2, min(longest, pool - options["page_size"] - options["draft_tokens"] - 1))
     return RandomWorkload(
-        requests=options["requests"] or 200, max_tokens=longest, **{name: options[name] for name in names}
+        requests=options["requests"] or 200, max_tokens=longest, **{name: options[name] for name in names.split()}
     )
 
 

@@ -45,7 +45,6 @@ class WriterSettings:
     freeze_signal: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for settings that make no sense."""
         for name, most in (("flush_bytes", MAX_FLUSH_BYTES), ("max_queued_bytes", MAX_QUEUED_BYTES)):
             if not 0 < getattr(self, name) <= most:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 1 to {most}")

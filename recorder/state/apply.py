@@ -279,7 +279,6 @@ class RecordedState(EventApplier[WriteStep]):
         return WriteStep(pool, slots, plan)
 
     def _judge(self, forward: Forward, view: EventView, steps: list[WriteStep]) -> None:
-        """Move the history on."""
         del view
         bs, history = len(forward.request_ids), self.history
         tokens = batch_tokens(forward)

@@ -18,7 +18,6 @@ from ..trace.reader import EventView
 from .forward import UnusableEventError, read_forward
 from .history import ReplayState
 from .keyframe import WORDS, KeyframeLabels, places, tiers
-from .pools import Tier
 
 AnyArray = npt.NDArray[Any]
 
@@ -167,8 +166,15 @@ class KeyframeLoader:
             raise UnusableEventError("state_start and state_count differ in length")
         if name in ("ended", "dropped"):
             self._list(name, view.bytes("state_bytes"))
-        elif name in self._records_of:
-            self._records(view, name, *self._records_of[name])
+        elif name in self._records_of:  # those of a tier's first half's TAIL, and the others that are like it
+            tier, first = self._records_of[name]
+            rows = KeyframeRows(view, name, limit=len(tier.writers), row_bytes=8 * WORDS)
+            hashed = [first] if self._mode is not KvHashMode.NONE else []
+            others = [*(records for half, records in tier.tail.items() if half not in hashed), *tier.head.values()]
+            rows.put_records(
+                [record_words(tier.tail[half], written=True) for half in hashed],
+                [record_words(records, written=True) for records in others],
+            )
         elif name in self._places:
             place = self._places[name]
             row_bytes = place.dtype.itemsize * int(np.prod(place.shape[1:], dtype=np.int64))
@@ -178,16 +184,6 @@ class KeyframeLoader:
                 rows.put_records([], [place])
             elif self._mode is not KvHashMode.NONE or kind not in ("hashes", "whole_hashes"):
                 rows.put(place)
-
-    def _records(self, view: EventView, name: str, tier: Tier, first: str) -> None:
-        """Put a tier's records back: those of its first half's TAIL, and the others that are like it."""
-        rows = KeyframeRows(view, name, limit=len(tier.writers), row_bytes=8 * WORDS)
-        hashed = [first] if self._mode is not KvHashMode.NONE else []
-        others = [records for half, records in tier.tail.items() if half not in hashed]
-        rows.put_records(
-            [record_words(tier.tail[half], written=True) for half in hashed],
-            [record_words(records, written=True) for records in (*others, *tier.head.values())],
-        )
 
     def _list(self, name: str, data: ByteArray) -> None:
         width = 2 if name == "ended" else 5

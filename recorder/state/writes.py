@@ -49,7 +49,6 @@ class KvChanges:
         self._offsets = np.cumsum(widths) - widths
 
     def __bool__(self) -> bool:
-        """Whether anything changed."""
         return len(self._stream) > 0
 
     @property

@@ -5,7 +5,7 @@ contract that `docs/reference/trace-format.md` describes; changing it makes ever
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,20 +55,17 @@ def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[Column
 
 def stored_crc32c(body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int:
     """Return what `batch_crc32c` does, from a message's body that is not compressed: no Arrow object a buffer is made."""
-    return _crc(first_event, frame.num_rows, forms, _of_body(body, frame, forms))
+    columns, buffers, at = [], frame.buffers.tolist(), 0
+    for form in forms:
+        (first, first_bytes), (last, last_bytes) = buffers[at + 1], buffers[at + form.num_buffers - 1]
+        columns.append((body[first : first + first_bytes], body[last : last + last_bytes]))
+        at += form.num_buffers
+    return _crc(first_event, frame.num_rows, forms, columns)
 
 
 def text_crc32c(text: bytes) -> int:
     """Return the CRC-32C of the header's JSON text in UTF-8."""
     return int(crc32c(text))
-
-
-def _of_body(body: memoryview, frame: Frame, forms: Sequence[ColumnForm]) -> Iterator[tuple[Any, Any]]:
-    buffers, at = frame.buffers.tolist(), 0
-    for form in forms:
-        (first, first_bytes), (last, last_bytes) = buffers[at + 1], buffers[at + form.num_buffers - 1]
-        yield body[first : first + first_bytes], body[last : last + last_bytes]
-        at += form.num_buffers
 
 
 def _of_column(column: pa.Array, form: ColumnForm) -> tuple[Any, Any]:

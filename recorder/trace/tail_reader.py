@@ -75,7 +75,7 @@ class TailReader:
             files = [file for file in found if file is not None]
             self.whole = len(files) == len(found) and all(file.whole for file in files)
             last = after - 1
-            for file in sorted(files, key=_TailFile.first_number):
+            for file in sorted(files, key=lambda file: (file.head(HEADER_BYTES) or (0, -1))[1]):
                 for number, event in file.events(after):
                     if number <= last:
                         break
@@ -118,15 +118,10 @@ class _TailFile(NamedTuple):
     descriptor: int
     whole: bool  # nothing was left out of it
 
-    def first_number(self) -> int:
-        """Return the number of the file's first event, -1 without any."""
-        found = self._head(HEADER_BYTES)
-        return -1 if found is None else found[1]
-
     def events(self, after: int) -> Iterator[tuple[int, TraceEvent]]:
         """Yield whole records from event `after` on, up to the first that is not."""
         at = HEADER_BYTES
-        while (head := self._head(at)) is not None:
+        while (head := self.head(at)) is not None:
             crc, number, size = head
             at += RECORD.size
             if number >= after:
@@ -140,7 +135,7 @@ class _TailFile(NamedTuple):
                 yield number, event
             at += size
 
-    def _head(self, at: int) -> tuple[int, int, int] | None:
+    def head(self, at: int) -> tuple[int, int, int] | None:
         """Return CRC, number and size of the record at `at`, None if there is none whose body is in the file."""
         try:
             head = os.pread(self.descriptor, RECORD.size, at)

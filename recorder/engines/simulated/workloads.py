@@ -51,7 +51,6 @@ class RandomWorkload:
         check_fields(self)
 
     def __iter__(self) -> Iterator[RequestSpec]:
-        """Yield the requests, in the order of their arrival."""
         random = np.random.default_rng([self.seed, 0x3047])
         remembered: list[Int32Array] = []
         arrival_s = 0.0
@@ -131,7 +130,6 @@ class FileWorkload:
             )
 
     def __iter__(self) -> Iterator[RequestSpec]:
-        """Yield the requests, in the order of the file."""
         for number, (arrival_s, blocks, tokens, answer) in enumerate(self._entries()):
             # An Azure request has no block hashes: every one of its blocks is its own.
             hashes = blocks if blocks is not None else np.arange(-(-tokens // BLOCK_TOKENS)) + ((number + 1) << 32)
