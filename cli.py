@@ -113,8 +113,10 @@ From a production trace to a verdict:
 _COMPLETION_HELP: Final = """Print the completion script for SHELL.
 
 \b
-Example, for bash:
+Examples:
   kvcanary completion bash >> ~/.bashrc
+  kvcanary completion zsh >> ~/.zshrc
+  kvcanary completion fish > ~/.config/fish/completions/kvcanary.fish
 """
 
 

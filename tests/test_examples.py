@@ -14,8 +14,8 @@ EXAMPLES = ROOT / "examples"
 # What each prints at least; the bisected engine is run by its page's test (tests/analysis/test_tutorial.py).
 EXPECTED = {
     "nano_vllm.py": None,  # an adapter: tests/recorder/test_paged.py runs it
-    "record_transformers.py": "clean: ",
-    "triage_notebook.py": "free_too_early",
+    "record_transformers.py": ["clean: "],
+    "triage_notebook.py": ["corrupt 294 violations", "free_too_early", "7f6f6bd2"],
     "tutorial_engine.py": None,
 }
 
@@ -35,6 +35,6 @@ def test_an_example_runs(name, tmp_path):
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
-    assert EXPECTED[name] in done.stdout
+    assert [shown for shown in EXPECTED[name] if shown not in done.stdout] == []
     for picture in re.findall(r"\S+\.svg", done.stdout):
         assert "<svg" in Path(picture).read_text()

@@ -57,4 +57,4 @@ def page_command(path: Path, output: Path | None, show: bool, trace: Path | None
             if show:
                 click.launch(page.absolute().as_uri())
     if as_json:
-        click.echo(json.dumps(made if path.is_dir() and str(sources[0].report) != str(path) else made[0]))
+        click.echo(json.dumps(made if len(made) > 1 else made[0]))

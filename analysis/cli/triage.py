@@ -46,7 +46,7 @@ Exit codes: 0 answered (also where nothing was found), 2 wrong usage or an unrea
 @click.option("--incident", type=click.IntRange(min=1), metavar="N", help="Ask about this incident alone.")
 @trace_option
 @click.option("--sql", "show_sql", is_flag=True, help="Show the SQL behind each answer.")
-@click.option("--json", "as_json", is_flag=True, help="Print answers, rows and SQL as JSON; of a folder a list.")
+@click.option("--json", "as_json", is_flag=True, help="Print answers, rows and SQL as JSON; of several reports a list.")
 def triage_command(path: Path, incident: int | None, trace: Path | None, show_sql: bool, as_json: bool) -> None:
     """Answer the questions that are asked of every damage: who held the slot before, which forward wrote it first, is
     it the prefix cache, chunk boundaries, page sizes, the same slots, other requests' tokens, the draft, the prefill
@@ -66,8 +66,7 @@ def triage_command(path: Path, incident: int | None, trace: Path | None, show_sq
                 for part in folded(line, terminal_width()):
                     click.echo(part)
     if as_json:
-        several = path.is_dir() and answered[0]["report"] != str(path)
-        click.echo(json.dumps(answered if several else answered[0], indent=2, default=str))
+        click.echo(json.dumps(answered if len(answered) > 1 else answered[0], indent=2, default=str))
 
 
 def _ask(source: Source, incident: int | None) -> tuple[Triage, dict[int, Asked]]:

@@ -1,8 +1,6 @@
 """docs/reference/sql.md and the example beside it: every statement runs, every relation and macro has its line."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from kvcanary.analysis import open_report
@@ -60,12 +58,3 @@ def test_python_from_the_docs(report, monkeypatch, capsys):
     assert names["spread"].num_rows == 1
     assert names["frame"]["found"].sum() == 36
     assert sum(map(int, capsys.readouterr().out.split())) == 451
-
-
-def test_the_notebook_runs():
-    done = subprocess.run(
-        [sys.executable, DOCS.parent / "examples" / "analysis.py"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "shared-b" in done.stdout
-    assert "corrupt 36 violations" in done.stdout
