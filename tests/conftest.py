@@ -48,6 +48,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extensions look for what they leaked
+
+
 def pytest_runtest_setup() -> None:
     quicken_interpreter()
 

@@ -67,6 +67,65 @@ def _sum_bytes(packed, quarter):
 
 
 @triton.jit
+def _reads(request, rows_in, prefix_lens, truth_lens, window, HAS_TRUTH: tl.constexpr):
+    """A request's row, the end and the start of what it reads, and how much truth it has."""
+    row = tl.load(rows_in + request)
+    prefix = tl.minimum(tl.maximum(tl.load(prefix_lens + request), 0), _MAX_LEN)
+    start = row * 0
+    if window > 0:
+        start = tl.maximum(prefix - window, 0)
+    truth_len = row * 0
+    if HAS_TRUTH:
+        truth_len = tl.minimum(tl.load(truth_lens + request), _MAX_LEN * 2)
+    return row, prefix, start, truth_len
+
+
+@triton.jit
+def _changed_kv(
+    kv_hash, canaries, cell, kv, slot, checked, kv_slots, STRIDES: tl.constexpr, SOURCES: tl.constexpr,
+    ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr,
+):  # fmt: skip
+    """A bit for each buffer whose bytes are not those that were hashed, [T] int32; `kv_hash` is the first one's."""
+    bad_kv = tl.zeros([T], tl.int32)
+    for b in tl.static_range(BUFFERS):
+        if b > 0:
+            kv_hash = unsigned(tl.load(canaries[b] + cell * STRIDES[b] + 3, mask=checked, other=0))
+        now = fold_slots(kv, slot, checked, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], T)
+        bad_kv |= tl.where(kv_hash != now, 1 << b, 0)
+    return bad_kv
+
+
+@triton.jit
+def _reasons(token, position, prev_hash, want, want_position, want_hash, LOW_BITS: tl.constexpr):
+    """The tokens expected, and what is wrong with entries but for their bytes."""
+    if LOW_BITS:
+        agree = (token == _UNKNOWN_TOKEN) | (token.to(tl.int32).to(tl.int64) == want)
+        want = tl.where((want != -1) & agree, token, want)
+    reason = tl.where(prev_hash != want_hash, 1, 0)
+    reason |= tl.where((want != -1) & (token != want), 32, 0)
+    reason |= tl.where(position != want_position, 2, 0)
+    return want, reason
+
+
+@triton.jit
+def _put_down(
+    logs, counts, places, quarter, checked, reason, bad_kv, entries, values, BUFFERS: tl.constexpr
+):  # fmt: skip
+    """Put down a tile's rows; `logs` and `values` are tuples. Returns the counts, with them."""
+    for b in tl.static_range(BUFFERS):
+        here = tl.where(checked, reason | ((bad_kv >> b) & 1) * 4, 0)
+        found = (here != 0).to(tl.int32)
+        done = tl.sum(tl.where(quarter == b, counts, 0))
+        place = tl.sum(tl.where(quarter == b, places, 0)) + done
+        store_rows(
+            logs[0][b], logs[1][b], logs[2][b], place + (tl.cumsum(found, 0) - found), here != 0, entries, logs[3][b],
+            values[0], values[1], values[2], values[3], signed(values[4]), signed(values[5]), here,
+        )  # fmt: skip
+        counts += tl.where(quarter == b, tl.sum(found), 0)
+    return counts
+
+
+@triton.jit
 def check_unit(
     unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width,
     table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits,
@@ -78,19 +137,11 @@ def check_unit(
     """Check one unit; returns the rows of each buffer, [4] int32. With EMIT it puts them down, else it counts failures."""
     request = unit // splits
     split = unit % splits
-    row = tl.load(rows_in + request)
-    prefix = tl.minimum(tl.maximum(tl.load(prefix_lens + request), 0), _MAX_LEN)
-    start = row * 0
-    if window > 0:
-        start = tl.maximum(prefix - window, 0)
-    truth_len = row * 0
-    if HAS_TRUTH:
-        truth_len = tl.minimum(tl.load(truth_lens + request), _MAX_LEN * 2)
+    row, prefix, start, truth_len = _reads(request, rows_in, prefix_lens, truth_lens, window, HAS_TRUTH)
     quarter = tl.arange(0, 4)
     counts = tl.zeros([4], tl.int32)
     if row != _PADDING_ROW:
-        failed_plan = row * 0
-        failed_verify = row * 0
+        failed_plan, failed_verify = row * 0, row * 0
         if (split == 0) & (not EMIT):
             failed_plan, failed_verify = _closed_form(
                 row, prefix, start, table, table_rows, table_width, table_stride, lut, lut_len, truth_rows, truth_width,
@@ -113,8 +164,7 @@ def check_unit(
             first = tl.where(start > 0, -1, 0)
             lane = tl.arange(0, T)
             left = tl.maximum(lane - 1, 0)
-            missed_plan = tl.zeros([T], tl.int32)
-            missed_verify = tl.zeros([T], tl.int32)
+            missed_plan, missed_verify = tl.zeros([T], tl.int32), tl.zeros([T], tl.int32)
             rows_found = tl.zeros([T], tl.int32)
             ahead = split * share * (T - 1) - 1 + lane
             next_slot = tl.load(
@@ -138,34 +188,20 @@ def check_unit(
                 cell = tl.where(inside, slot, 0)
                 token, position = load_pair(canaries[0], cell * STRIDES[0], inside, T)
                 prev_hash, kv_hash = load_pair(canaries[0], cell * STRIDES[0] + 2, inside, T)
-                bad_kv = tl.zeros([T], tl.int32)
-                for b in tl.static_range(BUFFERS):
-                    if b > 0:
-                        kv_hash = unsigned(tl.load(canaries[b] + cell * STRIDES[b] + 3, mask=checked, other=0))
-                    now = fold_slots(kv, slot, checked, kv_slots[b], SOURCES, ENDS[b], ENDS[b + 1], T)
-                    bad_kv |= tl.where(kv_hash != now, 1 << b, 0)
+                bad_kv = _changed_kv(
+                    kv_hash, canaries, cell, kv, slot, checked, kv_slots, STRIDES, SOURCES, ENDS, T, BUFFERS
+                )
                 successor = tl.where(slot < 0, CHAIN_SEED, hash_chain(prev_hash, token, position))
                 prev_slot = tl.gather(slot, left, 0)
                 handed_on = tl.gather(successor, left, 0)
                 want_hash = tl.where((prev_slot != 0) & (prev_slot < num_slots), handed_on, prev_hash)
                 token, position = signed(token), signed(position)
-                if LOW_BITS:
-                    agree = (token == _UNKNOWN_TOKEN) | (token.to(tl.int32).to(tl.int64) == want)
-                    want = tl.where((want != -1) & agree, token, want)
-                reason = tl.where(prev_hash != want_hash, 1, 0)
-                reason |= tl.where((want != -1) & (token != want), 32, 0)
-                reason |= tl.where(position != start + i, 2, 0)
+                want, reason = _reasons(token, position, prev_hash, want, start + i, want_hash, LOW_BITS)
                 if EMIT:
-                    for b in tl.static_range(BUFFERS):
-                        here = tl.where(checked, reason | ((bad_kv >> b) & 1) * 4, 0)
-                        found = (here != 0).to(tl.int32)
-                        done = tl.sum(tl.where(quarter == b, counts, 0))
-                        place = tl.sum(tl.where(quarter == b, places, 0)) + done
-                        store_rows(
-                            logs[b], log_entries[b], capacities[b], place + (tl.cumsum(found, 0) - found), here != 0,
-                            first_entry + i, tags[b], slot, position, token, want, signed(prev_hash), signed(want_hash), here,
-                        )  # fmt: skip
-                        counts += tl.where(quarter == b, tl.sum(found), 0)
+                    counts = _put_down(
+                        (logs, log_entries, capacities, tags), counts, places, quarter, checked, reason, bad_kv,
+                        first_entry + i, (slot, position, token, want, prev_hash, want_hash), BUFFERS,
+                    )  # fmt: skip
                 else:
                     missed_plan += (beyond & active).to(tl.int32)
                     missed_verify += (active & ((slot < 0) | (slot >= num_slots))).to(tl.int32)
