@@ -318,7 +318,8 @@ def test_a_message_of_several_lines_is_shown_as_such(report, monkeypatch):
 
 def test_the_command(report):
     folder = report("kv_flip")
-    assert run("page", folder.parent).stderr.startswith("Error: ")
+    (folder.parent / "empty").mkdir()
+    assert run("page", folder.parent / "empty").stderr.startswith("Error: ")
     done = run("page", folder, "--json")
     made = json.loads(done.stdout)
     assert (done.returncode, made["page"]) == (0, str(folder / "report.html"))
