@@ -312,12 +312,12 @@ KINDS: dict[str, Kind] = {
     "recurrent-retracted": Kind(run=plain, model="lfm2", canary=False, retracts=True, statuses=("retracted",)),
     "recurrent-turns-evicted": Kind(run=turns, model="lfm2", options=SMALL, canary=False),
     **{
-        f"recurrent-{name}": Kind(run=turns, model="lfm2", canary=False, fault=fault, finds=("state_differs",))
-        for name, fault in (
-            ("another-checkpoint", restore_another_checkpoint),
-            ("freed-early", free_states_early),
-            ("saved-late", save_checkpoints_late),
-            ("overwritten", overwrite_a_checkpoint),
+        f"recurrent-{name}": Kind(run=run, model="lfm2", canary=False, fault=fault, finds=("state_differs",))
+        for name, fault, run in (
+            ("another-checkpoint", restore_another_checkpoint, turns),
+            ("freed-early", free_states_early, turns),
+            ("saved-late", save_checkpoints_late, plain),  # a turn goes on from what a finished request left
+            ("overwritten", overwrite_a_checkpoint, turns),
         )
     },
     "turns": Kind(run=turns, options={"page_size": 4}),
