@@ -14,7 +14,6 @@ from ...kernels.arrays import Int64Array
 from ...kernels.capture.changes import RowRuns
 from .forward_input import BlockTable, ForwardInput, TableRead, TruthTokens, copy_read
 from .host_arrays import own_int64, picked, shares
-from .recurrent import StateAccess
 
 
 def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array]]:
@@ -47,7 +46,10 @@ def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array
         return [(given, np.arange(rows.size, dtype=np.int64))]
     level[rows == 0] = level.max()
     waves = np.unique(level).tolist()
-    return [_part(given, lens, np.flatnonzero(level == wave), padded=wave == waves[-1]) for wave in waves]
+    return [
+        _part(given, lens, np.flatnonzero(level == wave), padded=wave == waves[-1], ran=wave != waves[0])
+        for wave in waves
+    ]
 
 
 def _waits(read: RowRuns, written: Int64Array, lens: Int64Array) -> set[tuple[int, int]]:
@@ -64,7 +66,7 @@ def _waits(read: RowRuns, written: Int64Array, lens: Int64Array) -> set[tuple[in
 
 
 def _part(
-    given: ForwardInput, lens: Int64Array, chosen: Int64Array, *, padded: bool
+    given: ForwardInput, lens: Int64Array, chosen: Int64Array, *, padded: bool, ran: bool
 ) -> tuple[ForwardInput, Int64Array]:
     tokens = np.arange(own_int64(given.input_ids).size, dtype=np.int64)
     padding = tokens[int(lens.sum()) :] if padded else tokens[:0]
@@ -85,7 +87,7 @@ def _part(
         reads=tuple(_chosen(read, chosen) for read in given.reads),
         truth=truth,
         attention=None,
-        states=tuple(state and StateAccess(*(own_int64(slots)[chosen] for slots in state)) for state in given.states),
+        states=tuple(state and state.of(chosen, ran=ran) for state in given.states),
     )
     return part, chosen
 

@@ -19,11 +19,17 @@ _COLUMNS: Final = tuple(f"recurrent_{name}" for name in ["pool", "op", "request"
 class StateAccess(NamedTuple):
     """Which slots of a state pool a forward reads and writes: `reads`, `writes` `[bs]`, any integer type.
 
-    A request reads -1 if it begins with no state, and writes -1 if it has none in this pool.
+    A request reads -1 if it begins with no state, and writes -1 if it has none in this pool. `ran`: what it has read is
+    written over by now, and is not hashed; of a forward that is told after the step that it was a part of.
     """
 
     reads: Any
     writes: Any
+    ran: bool = False
+
+    def of(self, chosen: Int64Array, *, ran: bool = False) -> "StateAccess":
+        """Return what some requests `[n]` of the forward read and write."""
+        return StateAccess(own_int64(self.reads)[chosen], own_int64(self.writes)[chosen], self.ran or ran)
 
 
 class RecurrentCapture:
@@ -65,10 +71,11 @@ class RecurrentCapture:
         for pool, access in enumerate(states):
             if access is None or self._pools[pool].runner != runner:
                 continue
-            reads, writes = (own_int64(slots)[: rows.size].tolist() for slots in access)
+            reads, writes = (own_int64(slots)[: rows.size].tolist() for slots in access[:2])
             for request, (read, write, row) in enumerate(zip(reads, writes, rows.tolist(), strict=True)):
                 if row and write >= 0:
-                    self._steps.append((pool, STEP, request, read, write, self._hash(pool, read) if read >= 0 else 0))
+                    found = 0 if read < 0 or access.ran else self._hash(pool, read)
+                    self._steps.append((pool, STEP, request, read, write, found))
 
     def end(self) -> dict[str, Int64Array]:
         """Return the columns of the forward that has run."""

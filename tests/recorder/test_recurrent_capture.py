@@ -69,5 +69,12 @@ def test_of_a_split_forward_each_part_has_its_own_requests_slots() -> None:
         states=(StateAccess(reads=[-1, 1], writes=[2, 1]), None),
     )
     parts = [part.states for part, _ in in_reading_order(given)]
-    found = [[None if one is None else (list(one.reads), list(one.writes)) for one in part] for part in parts]
-    assert found == [[([-1], [2]), None], [([1], [1]), None]]
+    found = [[None if one is None else (list(one.reads), list(one.writes), one.ran) for one in part] for part in parts]
+    assert found == [[([-1], [2], False), None], [([1], [1], True), None]]
+
+
+def test_what_a_forward_read_before_it_was_told_is_not_hashed() -> None:
+    capture = RecurrentCapture(HEADER, {0: [np.ones((3, 2))]}, None)
+    capture.begin(0, np.array([1]), (StateAccess(reads=[1], writes=[1], ran=True),))
+    columns = capture.end()
+    assert (columns["recurrent_before"].tolist(), columns["recurrent_after"].all()) == ([0], True)

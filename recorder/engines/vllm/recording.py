@@ -246,8 +246,7 @@ class VllmRecording:
         self.external.before_model(step, self.output, running)
         self.drafts.requests = running
         forwards = forwards_of(step, self.layout.groups, running, self.requests)
-        if len(forwards) == 1:  # of several, nobody saw what was there between them
-            forwards = [(self.layout.states.beside(forwards[0][0], step.given), *forwards[0][1:])]
+        forwards = self.layout.states.beside(forwards, step)
         for known in running:
             known.fresh = False
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]

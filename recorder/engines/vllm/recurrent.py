@@ -22,6 +22,7 @@ from .kv import layer_number
 SPEC: Final = "MambaSpec"
 MODES: Final = ("none", "align")
 MOST_BYTES: Final = 4096  # of each part of a block that are hashed
+_StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]  # as `step.py` has it
 UTILS: Final = "vllm.v1.worker.mamba_utils"
 
 
@@ -67,10 +68,13 @@ class VllmStates:
             self._layers.append(name)
         return why
 
-    def beside(self, given: ForwardInput, metadata: Any) -> ForwardInput:
-        """Return a whole step's forward with the blocks that its layers read and write by their metadata."""
-        found = tuple(self._access(metadata, layer, given.prefix_lens) for layer in self._layers)
-        return replace(given, states=found) if found else given
+    def beside(self, forwards: list[_StepForward], step: Any) -> list[_StepForward]:
+        """Return a step's forwards with the blocks that their layers read and write, which the first is told before it."""
+        found = tuple(self._access(step.given, layer, step.prefix) for layer in self._layers)
+        return [
+            (replace(given, states=tuple(one and one.of(chosen, ran=number > 0) for one in found)), names, chosen)
+            for number, (given, names, chosen) in enumerate(forwards)
+        ]
 
     def _access(self, metadata: Any, layer: str, prefix: Int64Array) -> StateAccess | None:
         mine = metadata.get(layer) if isinstance(metadata, dict) else None

@@ -98,8 +98,9 @@ def install_state_faults(injector, runner_class) -> None:
 
     def faulty_collect(bufs, config, funcs, gids, source, block, bias, request, context):
         runner, _ = injector.stepping
-        if injector.fault == "state_copy" and source > 0 and injector.due():
-            mark(runner, {"fault": injector.fault, "request": request.req_id, "block": request.block_ids[gids[0]][0]})
+        blocks = request.block_ids[gids[0]]
+        if injector.fault == "state_copy" and blocks[source] != blocks[0] and injector.due():
+            mark(runner, {"fault": injector.fault, "request": request.req_id, "block": blocks[0]})
             source = 0  # the prompt's first checkpoint
         collect(bufs, config, funcs, gids, source, block, bias, request, context)
 

@@ -62,11 +62,16 @@ def test_a_step_reads_and_writes_the_blocks_of_its_metadata_decodes_first() -> N
     metadata = SimpleNamespace(
         state_indices_tensor_d=torch.tensor([[4], [2]]), state_indices_tensor_p=torch.tensor([5], dtype=torch.int32)
     )
-    given = forward(7, 9, 0)
-    (access,) = states.beside(given, {GROUP.layer_names[0]: metadata}).states
-    assert access is not None
-    assert (access.reads.tolist(), access.writes.tolist()) == ([4, 2, -1], [4, 2, 5])
-    assert states.beside(given, None).states == (None,)
+    prefix = np.array([7, 9, 0])
+    step = SimpleNamespace(given={GROUP.layer_names[0]: metadata}, prefix=prefix)
+    parts = [(forward(7, 0), ("a", "c"), np.array([0, 2])), (forward(9), ("b",), np.array([1]))]
+    found = [given.states[0] for given, _, _ in states.beside(parts, step)]
+    assert [(one.reads.tolist(), one.writes.tolist(), one.ran) for one in found if one is not None] == [
+        ([4, -1], [4, 5], False),
+        ([2], [2], True),  # told after the model has run
+    ]
+    nothing = states.beside(parts, SimpleNamespace(given=None, prefix=prefix))
+    assert [given.states for given, _, _ in nothing] == [(None,), (None,)]
 
 
 def test_copies_between_blocks_are_told_and_after_another_kind_nothing_is_known(
@@ -92,6 +97,8 @@ def test_copies_between_blocks_are_told_and_after_another_kind_nothing_is_known(
     metadata = {
         GROUP.layer_names[0]: SimpleNamespace(state_indices_tensor_d=torch.tensor([5]), state_indices_tensor_p=None)
     }
-    assert states.beside(forward(4), metadata).states != (None,)
+    step = SimpleNamespace(given=metadata, prefix=np.array([4]))
+    parts = [(forward(4), ("a",), np.array([0]))]
+    assert states.beside(parts, step)[0][0].states != (None,)
     copy(engine.kv_cache_config, 1)
-    assert states.beside(forward(4), metadata).states == (None,)
+    assert states.beside(parts, step)[0][0].states == (None,)
