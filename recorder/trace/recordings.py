@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import TraceError
-from .files import recording_path, split_segment_name
+from .files import recording_path, segments_of, split_segment_name
 from .header import TraceHeader
 from .reader import TraceReader
 
@@ -39,7 +39,8 @@ def recording_name(paths: Sequence[Path]) -> str:
 
 
 def traces_in(folder: Path) -> list[Path]:
-    """Return the trace files of a folder, not of those in it; of a recovered trace the recovered file alone. Where a
+    """Return the trace files of a folder, not of those in it, and for a report's the trace beside it; of a recovered trace
+    the recovered file alone. Where a
     trace has been written to since, by an engine that was still running, it is the trace alone. Raises `TraceError` if
     the folder cannot be read, or holds none.
     """
@@ -51,6 +52,9 @@ def traces_in(folder: Path) -> list[Path]:
     pairs = [(torn, recovered[torn.stem]) for torn in found if torn.stem in recovered]
     passed_over = {made if _newer(torn, made) else torn for torn, made in pairs}
     found = [path for path in found if path not in passed_over]
+    if not found and (folder / "summary.json").exists():
+        beside = folder.with_suffix(".arrow")
+        found = [beside] if beside.exists() else segments_of(beside)
     if not found:
         raise TraceError(f"{folder}: holds no .arrow file; name a folder with traces in it")
     return found

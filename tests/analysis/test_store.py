@@ -375,3 +375,14 @@ def test_a_folder_stands_for_its_reports_and_traces_alike(report, tmp_path):
     assert json.loads(run("incidents", folder.with_suffix(".arrow"), "--json").stdout)["report"] == str(folder)
     done = run("incidents", clean)
     assert (done.returncode, "run kvcanary-replay" in done.stderr) == (2, True)
+
+
+def test_a_report_stands_for_its_trace_where_traces_are_asked_for(report, tmp_path):
+    folder = report("table_swap")
+    trace = folder.with_suffix(".arrow")
+    found = json.loads(run("inspect", folder, "--json").stdout)
+    assert [one["name"] for one in found["recordings"]] == [str(trace)]
+    assert run("replay", "--quiet", "--no-report", folder).returncode == 1
+    assert run("diff", "-q", folder, trace).returncode == 0
+    trace.unlink()
+    assert "holds no .arrow file" in run("inspect", folder).stderr
