@@ -31,6 +31,7 @@ from .background import AT_ONCE, Background, Queued
 from .capture import DeviceCapture
 from .forward import DeviceForward, FrameInFlight
 from .frame_decoder import FrameDecoder
+from .host_copy import HostCopy, HostRoom
 from .shadows import DeviceShadows
 
 logger = logging.getLogger("kvcanary")
@@ -46,31 +47,6 @@ def _leave_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
-
-
-class HostCopy:
-    """What integers are where the current stream comes to this point, copied to the host; nothing waits for it here."""
-
-    __slots__ = ("_there", "_values")
-
-    def __init__(self, values: Any) -> None:
-        self._there: Any = None
-        if getattr(getattr(values, "device", None), "type", "") != "cuda":
-            self._values = own_int64(values)
-            return
-        import torch
-
-        self._values = values.to("cpu", non_blocking=True)  # pinned
-        self._there = torch.cuda.Event()
-        self._there.record()
-
-    def read(self) -> Int64Array:
-        """Return them; waits until they are there."""
-        if self._there is None:
-            return self._values
-        if not self._there.query():
-            self._there.synchronize()
-        return own_int64(self._values)
 
 
 def _record_with(record: Callable[..., Any], values: HostCopy, *args: Any) -> None:
@@ -151,6 +127,7 @@ class DeviceRecorder:
             self._capture.error_text = self.error_text
             self._capture.prepare()
             self._decoder = FrameDecoder(self.recorder, self._capture)
+            self._room = HostRoom()
             self._foreign = False
             self._engine_thread_ns = 0
             self._clock_ahead_ns = self.recorder.clock() - perf_counter_ns()
@@ -197,7 +174,7 @@ class DeviceRecorder:
     def later_with(self, record: Callable[..., Any], values: Any, *args: Any) -> None:
         """Have `record` called `later`, with what integers on the device or the host are by now and `args`."""
         if not self._capture.off:
-            self.later(_record_with, record, HostCopy(values), *args)
+            self.later(_record_with, record, HostCopy(values, self._room), *args)
 
     def before_each(self, look: Callable[[CopiedForward], None]) -> None:
         """Have `look` called with each forward that can be recorded, right before it is, by the recorder's thread."""

@@ -22,7 +22,8 @@ from typing import Any, Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.device.recorder import DeviceRecorder, HostCopy
+from ...capture.device.host_copy import HostCopy
+from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64, read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
