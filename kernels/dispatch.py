@@ -18,7 +18,7 @@ import threading
 import typing
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -26,21 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from . import native
+from .native import ArraySpec as ArraySpec
 from .user_cache import is_own, user_cache
 
 _log = logging.getLogger("kvcanary")
 
 BACKENDS: Final = ("reference", "cpu", "triton")
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """What a loop's array parameter must be: dtype name, dimensions, whether it is written, whether C-contiguous."""
-
-    dtype: str
-    ndim: int
-    written: bool
-    packed: bool = False
 
 
 In64 = Annotated[npt.NDArray[np.int64], ArraySpec("int64", 1, False)]

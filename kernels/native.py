@@ -13,9 +13,10 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -36,28 +37,18 @@ SYMBOLS: Final = frozenset({"memcpy", "memset", "memmove", "bcmp", "memcmp"})
 _SUM_BYTES: Final = 32
 
 
-class Array(Protocol):
-    """What an entry must know of an array parameter."""
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What a loop's array parameter must be: dtype name, dimensions, whether it is written, whether C-contiguous."""
 
-    @property
-    def dtype(self) -> str:
-        """Its name, one of `_DTYPES`."""
-
-    @property
-    def ndim(self) -> int:
-        """How many dimensions."""
-
-    @property
-    def written(self) -> bool:
-        """Whether the loop writes to it."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether it must be C-contiguous."""
+    dtype: str
+    ndim: int
+    written: bool
+    packed: bool = False
 
 
 # A parameter: None for an int64, an array, or those of a named tuple.
-Parameter = Array | None | list[Any]
+Parameter = ArraySpec | None | list[Any]
 
 
 def read(path: Path) -> bytes | None:
@@ -228,7 +219,6 @@ def entry_source(function: str, entry: str, parameters: Sequence[Parameter]) -> 
     """
     lines: list[str] = []
     given: list[str] = []
-    declared: list[str] = []
     names = (f"%v{number}" for number in range(1 << 30))
 
     def load_at(pointer: str, offset: int, kind: str) -> str:
@@ -246,7 +236,7 @@ def entry_source(function: str, entry: str, parameters: Sequence[Parameter]) -> 
     def require_type(thing: str, offset: int, name: str) -> None:
         require("ptr", load_at(thing, offset, "ptr"), load_at("%types", 8 * _type_index(name), "ptr"))
 
-    def array(spec: Array, thing: str) -> None:
+    def array(spec: ArraySpec, thing: str) -> None:
         require_type(thing, _HEADER - 8, "ndarray")
         require_type(thing, _DTYPE, spec.dtype)
         require("i32", load_at(thing, _NDIM, "i32"), str(spec.ndim))

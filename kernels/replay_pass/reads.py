@@ -91,7 +91,7 @@ def partners_ordinary(context: Context, forward: Event, group: GroupState, plan:
     shared_halves_loops(
         plan.slots[:count], plan.expected_positions[:count], plan.request_offsets, forward.rows,
         group.table.req_to_token, slots, written, int(memory.write_offsets[bs]), context.progress[PARTNER_SERIAL],
-        group.partners, memory.found.places, memory.found.total,
+        group.partners, memory.found,
     )  # fmt: skip
     return 1 if memory.found.total[0] == 0 else 0
 

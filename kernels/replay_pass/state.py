@@ -14,8 +14,10 @@ INT32_MIN: Final = -(1 << 31)
 INT32_MAX: Final = (1 << 31) - 1
 
 
+@primitive()
 def apply_runs_loops(index: int, runs: Runs, table: Out32x2, outside: Out64) -> None:
-    """Write the runs of table `index` into it; `outside` `[1]` takes how many values lie outside it or are no int32.
+    """Write the runs of table `index`, all if that is -1, into it; `outside` `[1]` takes how many values lie outside it or are
+    no int32.
 
     It takes -1 if lens and values do not fit one another.
     """
@@ -26,7 +28,7 @@ def apply_runs_loops(index: int, runs: Runs, table: Out32x2, outside: Out64) -> 
         if count < 0 or count > runs.values.shape[0] - at:
             outside[0] = -1
             return
-        if runs.indices[run] == index:
+        if index < 0 or runs.indices[run] == index:
             if row < 0 or row >= table.shape[0] or start < 0 or start > table.shape[1]:
                 outside[0] += count
             else:

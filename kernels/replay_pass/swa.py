@@ -15,6 +15,7 @@ from .entries import (
     mark_verified,
     next_due,
 )
+from .ledger import Found, note_found
 
 
 def swa_divergence_loops(rows: In64, starts: In64, ends: In64, req_to_token: In32x2, lut: In64, counts: Out64) -> None:
@@ -95,6 +96,18 @@ def watched_divergence_loops(
         figures[1] += states.rows[row, OTHER_SLOTS]
 
 
+@primitive(inlined=True)
+def has_partner(partners: Out64x2, serial: int, slot: int, full: int) -> int:
+    """Say whether an SWA slot has been reached from another full slot with this serial, and note this one if not; 0 or 1."""
+    if slot <= 0 or slot >= partners.shape[0]:
+        return 0
+    if partners[slot, 0] == serial and partners[slot, 1] != full:
+        return 1
+    partners[slot, 0] = serial
+    partners[slot, 1] = full
+    return 0
+
+
 @primitive()
 def shared_halves_loops(
     slots: In64,
@@ -107,41 +120,23 @@ def shared_halves_loops(
     end: int,
     serial: int,
     partners: Out64x2,
-    found: Out64,
-    count: Out64,
+    found: Found,
 ) -> None:
     """Note the entries and tokens of a forward whose SWA slot another full slot of the same forward leads to, too.
 
     `slots`, `positions` `[n]`: SWA slots that are read, slot 0 being passed over; `offsets` `[>= bs + 1]`, request by request;
     `rows` `[bs]`; `table` `[rows, width]`: full slots by row and position; `written`, `written_full` `[tokens]`: SWA and full
     slots of the tokens, of which the first `end` are requests'; `serial`: a number > 0 that no earlier call had; `partners`
-    `[swa slots, 2]`, kept from call to call: serial and full slot last seen. `found` `[n + tokens]` takes entry i, or n + i
-    for token i, `count` `[1]` how many.
+    `[swa slots, 2]`, kept from call to call: serial and full slot last seen. `found` takes entry i, or n + i for token i.
     """
-    total = 0
+    found.total[0] = 0
     for r in range(rows.shape[0]):
         row = rows[r]
         for i in range(offsets[r], min(offsets[r + 1], slots.shape[0])):
-            slot = slots[i]
-            if slot <= 0 or slot >= partners.shape[0]:
-                continue
             if row < 0 or row >= table.shape[0] or positions[i] < 0 or positions[i] >= table.shape[1]:
                 continue
-            full = table[row, positions[i]]
-            if partners[slot, 0] == serial and partners[slot, 1] != full:
-                found[total] = i
-                total += 1
-            else:
-                partners[slot, 0] = serial
-                partners[slot, 1] = full
+            if has_partner(partners, serial, slots[i], int(table[row, positions[i]])) == 1:
+                note_found(found, i, 0)
     for i in range(min(end, written.shape[0])):
-        slot = written[i]
-        if slot <= 0 or slot >= partners.shape[0]:
-            continue
-        if partners[slot, 0] == serial and partners[slot, 1] != written_full[i]:
-            found[total] = slots.shape[0] + i
-            total += 1
-        else:
-            partners[slot, 0] = serial
-            partners[slot, 1] = written_full[i]
-    count[0] = total
+        if has_partner(partners, serial, written[i], written_full[i]) == 1:
+            note_found(found, slots.shape[0] + i, 0)

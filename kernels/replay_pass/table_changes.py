@@ -27,7 +27,7 @@ from .entries import (
     invalidate_table_loops,
     invalidate_truth_loops,
 )
-from .state import INT32_MAX, INT32_MIN, apply_forward_loops
+from .state import INT32_MAX, INT32_MIN, apply_forward_loops, apply_runs_loops
 
 
 @primitive()
@@ -46,23 +46,6 @@ def runs_fit(runs: Runs) -> int:
     """Say whether an event's runs have all that runs have; 0 or 1."""
     count = runs.rows.shape[0]
     return 1 if runs.indices.shape[0] == count and runs.starts.shape[0] == count and runs.lens.shape[0] == count else 0
-
-
-@primitive()
-def fill_runs(index: int, runs: Runs, table: Out32x2) -> int:
-    """Write the runs of one table, all of them if `index` is -1, and return 1; 0 if one lies outside it or is no run."""
-    at = 0
-    for run in range(runs.rows.shape[0]):
-        row, start, count = runs.rows[run], runs.starts[run], runs.lens[run]
-        if count < 0 or count > runs.values.shape[0] - at:
-            return 0
-        if index < 0 or runs.indices[run] == index:
-            if row < 0 or row >= table.shape[0] or start < 0 or start > table.shape[1] - count:
-                return 0
-            for i in range(count):
-                table[row, start + i] = runs.values[at + i]
-        at += count
-    return 1 if at == runs.values.shape[0] else 0
 
 
 @primitive()
@@ -95,11 +78,11 @@ def apply_table_changes(context: Context, index: int) -> int:
     for run in range(runs.rows.shape[0]):
         if runs.indices[run] < 0 or runs.indices[run] >= context.settings.num_tables:
             return 0
-    if are_32_bits(runs.values) == 0:
-        return 0
+    outside = work_of(context).log.out_of_range
     for number in range(context.settings.num_tables):
         change_table(context, number, runs)
-        if fill_runs(number, runs, table_of(context, number)) == 0:
+        apply_runs_loops(number, runs, table_of(context, number), outside)
+        if outside[0] != 0:
             return 0
     return 1
 
@@ -140,11 +123,12 @@ def apply_truth_changes(context: Context, index: int) -> int:
     if context.settings.has_truth == 0:
         return 1
     runs = runs_at(context, TRUTH_RUNS, index)
-    if runs_fit(runs) == 0 or are_32_bits(runs.values) == 0:
+    if runs_fit(runs) == 0:
         return 0
-    truth = row_state(context, 0).truth
+    truth, outside = row_state(context, 0).truth, work_of(context).log.out_of_range
     change_truth(context, runs, truth)
-    return fill_runs(-1, runs, truth)
+    apply_runs_loops(-1, runs, truth, outside)
+    return 1 if outside[0] == 0 else 0
 
 
 @primitive()

@@ -26,7 +26,6 @@ class WrongWindow(HistoryCheck):
     covered = Covered.COMPILED  # which stops in front of a forward that has such a read
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request that reads other positions than its group's window."""
         forward = view.forward
         for group, request, start, count in () if forward.windows is None else forward.windows.tolist():
             window, prefix = self.history.header.groups[group].window, int(forward.prefix_lens[request])
@@ -48,7 +47,6 @@ class AttentionLens(HistoryCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request of which attention got another length."""
         forward, got = view.forward, view.forward.attention
         derived = self.history.header.runners[forward.runner].derived
         if got is None or "prefix_lens" in derived or "extend_lens" in derived:
@@ -82,7 +80,6 @@ class AttentionSlots(HistoryCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> list[Finding]:
-        """Find each request of which attention got other slots."""
         got = view.forward.attention
         if (got is None or not len(got.slots)) and not len(self.repeats):
             return []

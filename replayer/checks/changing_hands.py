@@ -28,7 +28,6 @@ class SlotOutOfPool(HistoryCheck):
     events = frozenset(_CHANGES)
 
     def event(self, view: EventView) -> Iterator[Finding]:
-        """Find each group that does not have slots which the event names."""
         event, groups = self.history.known, self.history.header.groups
         if isinstance(event, SlotEvent):
             for part in event.parts:
@@ -146,7 +145,6 @@ class SlotLeaked(HistoryCheck):
     needs_complete = True
 
     def event(self, view: EventView) -> Iterator[Finding]:
-        """Find each group in which a request that leaves still holds slots."""
         event = self.history.known
         if isinstance(event, StatusEvent) and event.status != "admitted":
             name = self.history.request_table.name(event.request_id)
@@ -154,7 +152,6 @@ class SlotLeaked(HistoryCheck):
             yield from self._held(event, detail, Cause("request_left"))
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request whose row dropped slots in its forward before that it still holds."""
         history, forward = self.history, view.forward
         for r, one in history.dropped.still_held(forward, history.ledger):
             yield self.of_request(
@@ -172,7 +169,6 @@ class SlotLeaked(HistoryCheck):
             history.dropped.note(forward, tokens, group.pool, group.written, view.tables, history.ledger)
 
     def finish(self) -> Iterator[Finding]:
-        """Find each request that is gone and was given slots afterwards."""
         ended, names = self.history.ended, self.history.request_table
         for request_id in sorted(set(self.history.ledger.held_by) & set(ended)):
             gone = StatusEvent(event=ended[request_id], time_ns=0, status="gone", request_id=request_id, row=-1)
@@ -221,7 +217,6 @@ class TransferNotHeld(HistoryCheck):
     needs_complete = True
 
     def event(self, view: EventView) -> Iterator[Finding]:
-        """Find each holder, or none, whose slots a transfer takes part in."""
         event, history = self.history.known, self.history
         if not isinstance(event, TransferEvent) or event.status == "failed":
             return

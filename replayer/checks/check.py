@@ -342,19 +342,15 @@ class CheckSet(HistoryCheck):
         return findings
 
     def pending(self) -> bool:
-        """Say whether a check remembers something that whatever comes next may contradict, and no keyframe holds."""
         return any(check.pending() for check in self.checks)
 
     def requests_reported(self) -> set[int]:
-        """Return the requests of which a check remembers that their last forward was reported."""
         return set[int]().union(*(check.requests_reported() for check in self.checks))
 
     def finish(self) -> list[Finding]:
-        """Judge what is left at the whole end of a complete trace."""
         return [finding for check in self.checks for finding in check.finish()]
 
     def forget(self) -> None:
-        """Take all that was remembered for unknown."""
         self.history.forget()
         for check in self.checks:
             check.forget()

@@ -57,7 +57,6 @@ class InputNotSampled(_InputCheck):
     events = frozenset({"sample"})
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each input token that is not the one sampled for its position."""
         if view.forward.runner == 0 and len(view.forward.req_pool_indices):
             yield from self._judge(view.forward, self.history.tokens(view))
 
@@ -94,7 +93,6 @@ class InputNotTruth(_InputCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each input token that contradicts the truth tokens."""
         forward, truth = view.forward, view.tables.truth
         if truth is None or forward.truth_lens is None:
             return
@@ -121,7 +119,6 @@ class WriteLost(HistoryCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request whose tokens left no trace in some of their slots."""
         streams = self.history.header.streams(view.forward.runner)
         for group in view.groups:
             left = [view.forward.kv_bytes[n] for n, (index, _) in enumerate(streams) if index == group.pool.index]
@@ -166,7 +163,6 @@ class WriteDamaged(HistoryCheck):
     covered = Covered.COMPILED  # which stops in front of a forward that has submitted bytes
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request some of whose tokens are not stored as they were handed in."""
         for group in view.groups if view.forward.kv_submitted else ():
             yield from self._damaged(view, group)
 

@@ -29,7 +29,6 @@ class IdentityDiffers(HistoryCheck):
     covered = Covered.COMPILED  # which leaves all forwards with hits to us once two identities have been declared
 
     def forward(self, view: ForwardView) -> list[Finding]:
-        """Return a finding for each request that hits what is not its own."""
         if view.forward.runner or len(self.history.request_table.declared) < 2:
             return []
         fresh = self.history.rows.fresh_from(view.forward)

@@ -37,7 +37,6 @@ class RowReassigned(HistoryCheck):
         self._reported: dict[int, tuple[int, int]] = {}  # by row: the status event and the request reported last
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request whose row is not its own."""
         yield from self._twice(view)
         if self.history.complete:
             yield from self._given_away(view)
@@ -75,7 +74,6 @@ class RowReassigned(HistoryCheck):
             yield self.of_request(forward, r, detail, position=position, events=[event - 1], cause=cause)
 
     def forget(self) -> None:
-        """Forget what was reported."""
         self._reported.clear()
 
 
@@ -93,7 +91,6 @@ class SeqLenBackwards(HistoryCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request whose length is less than it was."""
         history, forward = self.history, view.forward
         if forward.runner != 0 or not len(forward.req_pool_indices):
             return

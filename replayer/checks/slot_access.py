@@ -111,7 +111,6 @@ class SlotWrittenTwice(LedgerCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request that writes a slot twice."""
         for judged in self.history.judge(view):
             if judged.group.pool.group.lut < 0:
                 yield from self.found(view, judged, ledger.WRITES_AGAIN, is_write=True)
@@ -193,7 +192,6 @@ class PaddedWrite(LedgerCheck):
         self.written = Repeats()
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find padding that writes slots in use, which were not reported already."""
         complete = self.history.complete
         for judged in self.history.judge(view):
             bits = ledger.PADDED_WRITTEN | (ledger.PADDED_LIVE if complete else 0)
@@ -225,7 +223,6 @@ class PaddingSlotRead(HistoryCheck):
     covered = Covered.COMPILED
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request that reads a padding slot and was not reported for it already."""
         for group in view.groups if not self.history.had_gap else ():
             known = group.pool.group
             if known.window or known.lut >= 0 or known.reads_before_write or group.pool.any_unknown:

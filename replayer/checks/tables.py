@@ -1,6 +1,6 @@
 """Tokens that are written to another slot than their row names, and entries of the full-to-SWA table that outlive their slot."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -11,7 +11,6 @@ from ...kernels.replay_pass.ledger import Found
 from ...kernels.replay_pass.swa import shared_halves_loops
 from ...recorder.capture.host_arrays import ragged_index
 from ...recorder.state.events import SlotEvent
-from ...recorder.state.forward import Forward
 from ...recorder.state.tables import look_up
 from ...recorder.trace.reader import EventView
 from ..report.findings import NO_CAUSE, Cause, Finding
@@ -44,7 +43,6 @@ class TableEntryDiffers(HistoryCheck):
         self._ahead: dict[tuple[int, int], _Ahead] = {}
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request of which tokens go elsewhere than its row says."""
         if len(view.event.ints("table_row")) or self._ahead:
             for table in range(len(view.tables.req_to_token)):
                 yield from self._judge(view, table)
@@ -54,7 +52,7 @@ class TableEntryDiffers(HistoryCheck):
         known = self.history.known
         if view.kind == "status":
             request, rows = int(view.scalar("request_id")), view.ints("req_pool_indices").tolist()
-            self._drop([key for key, one in self._ahead.items() if key[1] in rows or one[0] == request])
+            self._keep(lambda _, row, owner: row not in rows and owner != request)
         elif isinstance(known, SlotEvent) and known.kind == "alloc":
             if known.row > 0 and known.request_id >= 0 and len(view.ints("table_row")) and _fit(view):
                 for table in range(len(self.history.header.tables)):
@@ -66,11 +64,9 @@ class TableEntryDiffers(HistoryCheck):
         return []
 
     def pending(self) -> bool:
-        """Whether entries were recorded that no forward has written yet."""
         return bool(self._ahead)
 
     def forget(self) -> None:
-        """Forget what was recorded."""
         self._ahead.clear()
 
     def _judge(self, view: ForwardView, table: int) -> list[Finding]:
@@ -82,13 +78,21 @@ class TableEntryDiffers(HistoryCheck):
         width = cells.shape[1]
         given_rows, given_positions, given_slots = _entries(view.event, table)
         events = np.where(np.isin(rows * width + positions, given_rows * width + given_positions), forward.event, -1)
-        self._drop_others(table, forward)
+        ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
+        batch = list(
+            zip(*(column.tolist() for column in (forward.req_pool_indices, forward.request_ids, ends)), strict=True)
+        )
+        running = {row: request for row, request, _ in batch}
+        self._keep(lambda number, row, owner: number != table or running.get(row, owner) == owner)
         for (number, row), (_, entries) in self._ahead.items():
             if number == table:
                 for i in np.flatnonzero(rows == row).tolist():
                     events[i] = max(int(events[i]), entries.pop(int(positions[i]), (-1, 0))[0])
-        self._drop([key for key, (_, entries) in self._ahead.items() if not entries])
-        self._note_ahead(table, forward, given_rows, given_positions, given_slots)
+        self._keep()
+        for row, request, end in batch if len(given_rows) else ():
+            if row > 0 and request >= 0:  # behind all that it has computed when the forward is through
+                mine = (given_rows == row) & (given_positions >= end)
+                self._note(table, row, request, given_positions[mine], given_slots[mine], forward.event)
         wrong = np.flatnonzero(inside & (events >= 0) & (slots >= 0) & (stands != slots))
         group = next((one for one in view.groups if one.pool.group.table == table), None)
         if not len(wrong) or group is None:
@@ -102,11 +106,6 @@ class TableEntryDiffers(HistoryCheck):
         requests, positions, slots = tokens.request[wrong], positions[wrong], slots[wrong]
         return self.of_entries(view, group, explain, requests=requests, positions=positions, slots=slots)
 
-    def _drop_others(self, table: int, forward: Forward) -> None:
-        owner = dict(zip(forward.req_pool_indices.tolist(), forward.request_ids.tolist(), strict=True))
-        stale = [key for key, (request, _) in self._ahead.items() if owner.get(key[1], request) != request]
-        self._drop([key for key in stale if key[0] == table])
-
     def _give_back(self, event: SlotEvent) -> None:
         """Forget entries that lead to slots which are given back: what stands there now nobody knows."""
         for part in event.parts:
@@ -115,20 +114,7 @@ class TableEntryDiffers(HistoryCheck):
             for (number, _), (_, entries) in self._ahead.items():
                 for position in [p for p, (_, slot) in entries.items() if number == table and slot in freed]:
                     del entries[position]
-        self._drop([key for key, (_, entries) in self._ahead.items() if not entries])
-
-    def _note_ahead(
-        self, table: int, forward: Forward, rows: Int64Array, positions: Int64Array, slots: Int64Array
-    ) -> None:
-        """Note entries that a forward gives behind all that its requests have computed when it is through."""
-        if not len(rows):
-            return
-        ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
-        requests = zip(forward.req_pool_indices.tolist(), forward.request_ids.tolist(), ends.tolist(), strict=True)
-        for row, request_id, end in requests:
-            if row > 0 and request_id >= 0:
-                mine = (rows == row) & (positions >= end)
-                self._note(table, row, request_id, positions[mine], slots[mine], forward.event)
+        self._keep()
 
     def _note(
         self, table: int, row: int, request_id: int, positions: Int64Array, slots: Int64Array, event: int
@@ -143,9 +129,9 @@ class TableEntryDiffers(HistoryCheck):
         entries.update((p, (event, slot)) for p, slot in zip(positions.tolist(), slots.tolist(), strict=True))
         self._ahead[table, row] = request_id, entries
 
-    def _drop(self, keys: list[tuple[int, int]]) -> None:
-        for key in keys:
-            del self._ahead[key]
+    def _keep(self, wanted: Callable[[int, int, int], bool] = lambda *_: True) -> None:
+        """Forget all entries but those of the tables, rows and requests that are wanted."""
+        self._ahead = {key: one for key, one in self._ahead.items() if one[1] and wanted(*key, one[0])}
 
 
 def _fit(view: EventView) -> bool:
@@ -191,7 +177,6 @@ class SwaMappingStale(HistoryCheck):
         self.nowhere = Repeats()
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
-        """Find each request that uses a stale entry."""
         for group in view.groups:
             if group.pool.index in self.partners:
                 yield from self._shared_slots(view, group)
@@ -207,7 +192,7 @@ class SwaMappingStale(HistoryCheck):
         room = Found.allocate(len(slots) + len(group.written))
         select(shared_halves_loops, self.history.backend)(
             slots, group.positions, group.plan.request_offsets, forward.req_pool_indices, table, group.written,
-            written_full, len(group.request_slots), self.serial, self.partners[index], room.places, room.total,
+            written_full, len(group.request_slots), self.serial, self.partners[index], room,
         )  # fmt: skip
         found = room.found()[0]
         reads, writes = found[found < len(slots)], found[found >= len(slots)] - len(slots)

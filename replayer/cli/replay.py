@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from ...recorder.cli.program import GivenPath, JsonErrors
+from ...recorder.cli.program import GivenPath, JsonErrors, console_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..run.settings import Progress
     from ..workers.group_replay import GroupResult, GroupTask
     from ..workers.jobs import Job, ReplayPlan
-
-
-from ...recorder.cli.program import console_for
 
 
 def list_checks(context: click.Context) -> None:
@@ -245,7 +242,7 @@ def _replay(
     """
     from rich.console import Console
 
-    from ...recorder.cli.program import console_for, loaded
+    from ...recorder.cli.program import loaded
     from ...recorder.trace.recordings import group_recordings
     from ..run.settings import ReplaySettings
     from ..workers.group_replay import GroupTask

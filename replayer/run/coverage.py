@@ -4,6 +4,7 @@ Worked out here of what the header says and what the replay counted; screen, sum
 not watched in full if fewer were watched than there are, or if nobody knows how many there are.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
     counts = [(len(header.streams(runner)), len(_sliding(header, runner))) for runner in range(len(header.runners))]
     streams, sliding = np.array(counts, np.int64)[runners].T
     truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
+    unknown = np.concatenate(([0], np.cumsum(batch.values("input_ids") == UNKNOWN_TOKEN)))
     columns = (
         np.ones(len(rows), np.int64),
         batch.scalar_ints("kv_watched")[rows] != 0,
@@ -88,7 +90,7 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
         (attention & ATTENTION_SLOTS) != 0,
         truth > 0,
         _lengths(batch, "input_ids", rows),
-        _unknown_tokens(batch, rows),
+        np.diff(unknown[batch.offsets("input_ids")])[rows],
         (sliding > 0) & (batch.scalar_ints("window_watched")[rows] >= sliding),
     )
     counted = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
@@ -102,14 +104,6 @@ def _sliding(header: TraceHeader, runner: int) -> list[PoolGroup]:
 def _lengths(batch: TraceBatch, name: str, rows: Int64Array) -> Int64Array:
     offsets = batch.offsets(name)
     return offsets[rows + 1] - offsets[rows]
-
-
-def _unknown_tokens(batch: TraceBatch, rows: Int64Array) -> Int64Array:
-    values, offsets = batch.values("input_ids"), batch.offsets("input_ids")
-    if not bool((values[offsets[rows[0]] : offsets[rows[-1] + 1]] == UNKNOWN_TOKEN).any()):
-        return np.zeros(len(rows), np.int64)
-    counts = [np.count_nonzero(values[offsets[row] : offsets[row + 1]] == UNKNOWN_TOKEN) for row in rows.tolist()]
-    return np.array(counts, np.int64)
 
 
 def coverage(
@@ -152,15 +146,20 @@ def coverage(
         rows.append(_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason))
         words, columns = f"{', '.join(runner.derived)} (derived)" if runner.derived else "", len(INT_LISTS)
         rows.append(Watched("columns", name, columns - len(runner.derived), columns, words=words))
-    read, unknown = entries_read, unknown_entries
-    words = f"{unknown:,} of {read:,} slots read: nobody knows what they must hold" if unknown else ""
-    rows.append(Watched("slots_read", "", read - unknown, read, words=words))
     tokens, unknown = (int(figures[:, figure].sum()) for figure in (_TOKENS, _UNKNOWN))
-    words = f"{unknown:,} of {tokens:,} input tokens, which are unknown" if unknown else ""
-    rows.append(Watched("tokens", "", tokens - unknown, tokens, words=words))
     told = header.slot_history == "complete"
-    history = Watched("slot_history", "", int(told), 1, words="" if told else "who held a slot (no slot history)")
-    return [*rows, _ranks(header), history, _checks(settings["checks"])]
+    return [
+        *rows,
+        _known("slots_read", entries_read, unknown_entries, "slots read: nobody knows what they must hold"),
+        _known("tokens", tokens, unknown, "input tokens, which are unknown"),
+        _ranks(header),
+        Watched("slot_history", "", int(told), 1, words="" if told else "who held a slot (no slot history)"),
+        _checks(settings["checks"]),
+    ]
+
+
+def _known(what: str, total: int, unknown: int, words: str) -> Watched:
+    return Watched(what, "", total - unknown, total, words=f"{unknown:,} of {total:,} {words}" if unknown else "")
 
 
 def not_watched(rows: Sequence[Watched]) -> list[str]:
@@ -229,13 +228,9 @@ def _states(pool: StatePool) -> Watched:
 
 def number_runs(numbers: Sequence[int], *, most: int = _MOST_NAMED) -> str:
     """Return `0-3, 5`, the first `most` runs."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:most])
+    beside = itertools.groupby(enumerate(numbers), key=lambda one: one[1] - one[0])
+    runs = [[number for _, number in run] for _, run in beside]
+    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:most])
     return f"{named} ..." if len(runs) > most else named
 
 

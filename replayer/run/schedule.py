@@ -30,16 +30,12 @@ class ScheduleLog:
         self.name = name
         self.plain = header.tokens == "plain"
         self.requests: set[int] = set()
-        self._digests: dict[int, bytes] = {}
+        self.digests: dict[int, bytes] = {}
 
     def note(self, forward: Forward) -> None:
         """Keep a forward's digests."""
-        self._digests[forward.forward] = digests(forward)
+        self.digests[forward.forward] = digests(forward)
         self.requests |= requests_of(forward)
-
-    def of(self, number: int) -> bytes | None:
-        """Return the digests of a forward, None if this rank has none of that number."""
-        return self._digests.get(number)
 
 
 class Schedule:
@@ -69,8 +65,7 @@ class Schedule:
         """Take a forward; return a finding where it is the first that is not the other rank's."""
         if self.log is not None:
             self.log.note(forward)
-        theirs = self.other.of(forward.forward) if self.other is not None else None
-        if self.other is None or theirs is None or self.unrelated:
+        if self.other is None or self.unrelated or (theirs := self.other.digests.get(forward.forward)) is None:
             return []
         differs = np.frombuffer(digests(forward), np.uint64) != np.frombuffer(theirs, np.uint64)
         if not (self._plain and self.other.plain):  # each process salts its own hashes
@@ -81,8 +76,7 @@ class Schedule:
             self._alike |= bool(mine)
             return []
         if not self._alike and not self.differing and mine.isdisjoint(self.other.requests):
-            self.unrelated = bool(mine)  # before the first request nobody can tell
-            self.compared = 0
+            self.unrelated, self.compared = bool(mine), 0  # before the first request nobody can tell
             return []
         self.compared += 1
         self.differing += 1

@@ -1,7 +1,7 @@
 """How to replay, how far a replay has come, and how one ends early."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...kernels.constants import KV_ALIGN_BYTES, PADDING_SLOT, KvHashMode
 from ...recorder.errors import TraceError
@@ -51,8 +51,7 @@ class ReplaySettings:
         return {name: getattr(self, name) for name in names} | {"checks": list(self.checks)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a replay has come."""
 
     bytes_read: int

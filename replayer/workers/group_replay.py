@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -41,8 +41,7 @@ _RUNNING: Final = ("verify_full", "verify_swa")
 _DIVERGENCE: Final = "swa_divergence.parquet"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """What came of a stretch, and when; `to_end`: whatever comes behind it is in its summary, or nothing follows."""
 
     summary: Summary
@@ -204,13 +203,7 @@ def _replay_stretch(
             run.interrupt()
         summary = run.finish()
     to_end = last or reported or bool(summary.stopped)
-    return Part(
-        summary=summary,
-        request_ids=run.request_ids,
-        to_end=to_end,
-        began=began,
-        ended=time.perf_counter(),
-    )
+    return Part(summary, run.request_ids, to_end, began, time.perf_counter())
 
 
 def _any_readable(paths: Sequence[Path]) -> bool:

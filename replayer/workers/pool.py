@@ -22,7 +22,7 @@ from .jobs import Job, ReplayPlan, group_bytes, usable_cores
 from .server import start_server, start_worker
 from .worker import BEGUN, STOP, TROUBLED, Done, work
 
-_NOTHING: Final = Progress(bytes_read=0, bytes_total=0, forwards=0, tokens=0, violations=0)
+_NOTHING: Final = Progress(0, 0, 0, 0, 0)
 
 
 def replay_in_workers(
@@ -92,7 +92,7 @@ class _Pool:
         self._workers: list[_Worker] = []
         self._after = [_compared_with(plan, number) for number in range(len(plan.groups))]
         self._waiting = sorted(range(len(plan.groups)), key=lambda number: -group_bytes(plan.groups[number]))
-        self._progress = [replace(_NOTHING, bytes_total=group_bytes(group)) for group in plan.groups]
+        self._progress = [_NOTHING._replace(bytes_total=group_bytes(group)) for group in plan.groups]
         self._finished: set[int] = set()
         self._begun = False
         self._stopping = False
@@ -209,7 +209,7 @@ class _Pool:
         self._finished.add(number)
         self.results[number] = result
         last = self._progress[number]
-        self._progress[number] = replace(last, bytes_read=last.bytes_total)
+        self._progress[number] = last._replace(bytes_read=last.bytes_total)
 
     def _bury(self, worker: _Worker) -> None:
         worker.process.join()
@@ -242,8 +242,7 @@ class _Pool:
             job.schedule.log = log if log is not None else mine
 
     def _sum(self) -> Progress:
-        names = ("bytes_read", "bytes_total", "forwards", "tokens", "violations")
-        return Progress(**{name: sum(getattr(progress, name) for progress in self._progress) for name in names})
+        return Progress(*map(sum, zip(*self._progress, strict=True)))
 
 
 def _compared_with(plan: ReplayPlan, number: int) -> set[int]:

@@ -49,22 +49,9 @@ def group_numbers(header: TraceHeader) -> tuple[Int64Array, Int64Array]:
     whole = {group.table for group in header.groups if not group.window}
     words = [0 for _ in header.runners]
     for number, group in enumerate(header.groups):
-        groups.append(
-            (
-                *(
-                    0,
-                    number,
-                    group.runner,
-                    group.table,
-                    group.lut,
-                    group.num_slots,
-                    group.window,
-                    group.reads_before_write,
-                ),
-                *(len(group.padding_slots), group.table in whole, header.runners[group.runner].token_offset),
-                *(2 * len(group.halves), len(streams), len(group.streams)),
-            )
-        )
+        pool = (number, group.runner, group.table, group.lut, group.num_slots, group.window, group.reads_before_write)
+        counted = (len(group.padding_slots), group.table in whole, header.runners[group.runner].token_offset)
+        groups.append((0, *pool, *counted, 2 * len(group.halves), len(streams), len(group.streams)))
         for stream in group.streams:
             tail, width = 2 * group.halves.index(stream.half) + 1, stream.capture_bytes // 8
             streams.append((tail, width, words[group.runner]))

@@ -71,7 +71,7 @@ def test_compiled_loops_do_what_their_source_says(complete: bool) -> None:
             run(
                 shared_halves_loops, backend, slots=case["reads"], positions=case["positions"], offsets=case["offsets"],
                 rows=case["rows"], table=case["table"], written=case["slots"], written_full=case["slots"] // 2, end=end,
-                serial=3, partners=partners, found=halves.places, count=halves.total,
+                serial=3, partners=partners, found=halves,
             )  # fmt: skip
             results.append([*writes.found(), *reads.found(), halves.found()[0], ledger, partners])
         assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
