@@ -8,17 +8,6 @@ from ..dispatch import In64, Out64, Out64x2, OutU64x2, primitive
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
 from ..ops.write.reference import WrittenTokens, write_loops
 from .context import (
-    COUNT_FORWARDS,
-    COUNT_VERIFIED,
-    COUNT_WRITTEN,
-    FIGURE_NO_SLOTS,
-    FIGURE_OTHER_SLOTS,
-    FIGURE_READS,
-    NEW_IDS,
-    NUM_FIGURES,
-    SINCE_SWEEP,
-    STREAM_BEFORE,
-    STREAM_BUFFER,
     Context,
     Event,
     GroupState,
@@ -93,8 +82,8 @@ def write_group(context: Context, forward: Event, group: GroupState, slots: Out6
             for i in range(slots.shape[0]):
                 hashes[i] = 0
         for s in range(group.first_stream, group.first_stream + group.num_streams):
-            if context.streams[s, STREAM_BUFFER] == buffer:
-                at = context.streams[s, STREAM_BEFORE] * forward.inputs.shape[0]
+            if context.streams.buffer[s] == buffer:
+                at = context.streams.before[s] * forward.inputs.shape[0]
                 store_stream(stream_of(context, group, s), forward, at, slots, context.settings.kv_words, hashes)
         copy_records(buffer_of(context, group, buffer), head, slots, end, hashes)
     mark_writer_loops(slots, offsets, forward.requests, forward.number, forward.forward, group.writers)
@@ -141,8 +130,8 @@ def count_divergence(context: Context, forward: Event, group: GroupState) -> Non
     figures[1] = 0
     full = full_state(context, group)
     watched_divergence_loops(forward.rows, starts, ends, group.table, full.states, full.kinds, figures)
-    context.figures[forward.place, group.number * NUM_FIGURES + FIGURE_NO_SLOTS] = figures[0]
-    context.figures[forward.place, group.number * NUM_FIGURES + FIGURE_OTHER_SLOTS] = figures[1]
+    context.figures.no_slots[forward.place, group.number] = figures[0]
+    context.figures.other_slots[forward.place, group.number] = figures[1]
 
 
 @primitive()
@@ -166,11 +155,11 @@ def apply_forward(context: Context, forward: Event, rows: RowState) -> None:
         )
         if group.window > 0:  # what stands before the window was linked just now, and may be what is written
             invalidate_slots_loops(slots, group.states)
-        context.tally[g, COUNT_WRITTEN] += write_group(context, forward, group, slots, end)
-        context.tally[g, COUNT_VERIFIED] += memory.reads[g]
-        context.tally[g, COUNT_FORWARDS] += 1
-        if context.figures.shape[0] > 0:
-            context.figures[forward.place, g * NUM_FIGURES + FIGURE_READS] = memory.reads[g]
+        context.tally.written[g] += write_group(context, forward, group, slots, end)
+        context.tally.verified[g] += memory.reads[g]
+        context.tally.forwards[g] += 1
+        if context.figures.reads.shape[0] > 0:
+            context.figures.reads[forward.place, g] = memory.reads[g]
     apply_own_changes(context, forward, rows)
     for g in range(settings.num_groups):
         group = group_state(context, g)
@@ -179,6 +168,6 @@ def apply_forward(context: Context, forward: Event, rows: RowState) -> None:
             if len(group.table.lut) > 0:
                 count_divergence(context, forward, group)
     new_ids = memory.new_requests
-    context.progress[NEW_IDS] = note_rows(forward, rows, memory.lens, new_ids, context.progress[NEW_IDS])
+    context.progress.new_ids[0] = note_rows(forward, rows, memory.lens, new_ids, context.progress.new_ids[0])
     if forward.runner == 0:
-        context.progress[SINCE_SWEEP] += 1
+        context.progress.since_sweep[0] += 1

@@ -99,31 +99,50 @@ class Settings(NamedTuple):
     work: int
 
 
+class Progress(NamedTuple):
+    """What moves on during a call, `[1]` each: the event it is at, serials, the stall's count, how many requests were new."""
+
+    at: Out64
+    serial: Out64
+    since_sweep: Out64
+    new_ids: Out64
+    partner_serial: Out64
+
+
+class Tally(NamedTuple):
+    """What the pass counted, `[groups]` each."""
+
+    verified: Out64
+    written: Out64
+    forwards: Out64
+
+
+class Figures(NamedTuple):
+    """Of each forward and group, for the divergence figures, `[events, groups]` each; `[0, groups]` without a full-to-SWA table."""
+
+    reads: Out64x2
+    no_slots: Out64x2
+    other_slots: Out64x2
+
+
+class Streams(NamedTuple):
+    """KV streams, `[streams]` each: TAIL buffer among its group's, words of its runner's streams before it."""
+
+    buffer: In64
+    before: In64
+
+
 class Context(NamedTuple):
     """What a call is given."""
 
     arrays: In64x2  # [n, 3]: the table of addresses
     groups: In64x2  # [groups, columns]: the ints of `GroupState`
-    streams: In64x2  # [streams, 3]
+    streams: Streams
     events: In64x2  # [events, columns]: the ints of `Event`
-    progress: Out64  # [NUM_PROGRESS]
-    tally: Out64x2  # [groups, 3]
-    figures: Out64x2  # [events, groups * NUM_FIGURES]; [0, 0] without a full-to-SWA table
+    progress: Progress
+    tally: Tally
+    figures: Figures
     settings: Settings
-
-
-# `Context.progress`: what moves on during a call.
-AT, SERIAL, SINCE_SWEEP, NEW_IDS, PARTNER_SERIAL = range(5)
-NUM_PROGRESS: Final = 5
-
-# A stream, [streams, 3] int64: TAIL buffer among its group's, captured words, words of the runner's streams before it.
-STREAM_BUFFER, STREAM_WORDS, STREAM_BEFORE = range(3)
-
-# `Context.tally`: what the pass counted.
-COUNT_VERIFIED, COUNT_WRITTEN, COUNT_FORWARDS = range(3)
-
-# `Context.figures`: of each forward and group, for the divergence figures.
-FIGURE_READS, FIGURE_NO_SLOTS, FIGURE_OTHER_SLOTS, NUM_FIGURES = range(4)
 
 
 class RowState(NamedTuple):

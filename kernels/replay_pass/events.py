@@ -10,21 +10,22 @@ Some things are changed before that is sure: tables, into which the executor wri
 ledger, whose serial is used up; entries made due, which are verified once more.
 """
 
-from ..dispatch import In64, In64x2, Out64, Out64x2, packed, primitive
+from ..dispatch import In64, In64x2, packed, primitive
 from .apply import apply_forward
 from .context import (
     ALLOC_EVENT,
-    AT,
     EVICT_EVENT,
     FORWARD_EVENT,
     FREE_EVENT,
     REQUEST_EVENT,
-    SERIAL,
-    SINCE_SWEEP,
     STATUS_EVENT,
     TABLE_RUNS,
     Context,
     Event,
+    Figures,
+    Progress,
+    Streams,
+    Tally,
     event_at,
     group_state,
     row_state,
@@ -56,7 +57,7 @@ def take_forward(context: Context, event: Event) -> int:
     settings = context.settings
     if event.offset < 0 or settings.padding_reported != 0:
         return 0
-    if event.runner == 0 and settings.stall_limit > 0 and context.progress[SINCE_SWEEP] + 1 > settings.stall_limit:
+    if event.runner == 0 and settings.stall_limit > 0 and context.progress.since_sweep[0] + 1 > settings.stall_limit:
         return 0
     rows = row_state(context, event.runner)
     if runs_are_read(context, event) == 0 or forward_ordinary(context, event, rows) == 0:
@@ -78,7 +79,7 @@ def take_slots(context: Context, event: Event) -> int:
         if owners[run] < 0 or owners[run] >= settings.num_groups:
             return 0
         if run_ordinary(group_state(context, owners[run]), starts[run], counts[run], event, settings,
-                        context.progress[SERIAL]) == 0:  # fmt: skip
+                        context.progress.serial[0]) == 0:  # fmt: skip
             return 0
     held = row_state(context, 0).held
     for run in range(runs):
@@ -104,19 +105,19 @@ def take_status(context: Context, event: Event) -> int:
 def replay_events_loops(
     arrays: In64x2,
     groups: In64x2,
-    streams: In64x2,
+    streams: Streams,
     events: In64x2,
     settings: In64,
-    progress: Out64,
-    tally: Out64x2,
-    figures: Out64x2,
+    progress: Progress,
+    tally: Tally,
+    figures: Figures,
 ) -> None:
-    """Take events from `settings.start` on until one is not ordinary; `progress[AT]` is its index. See `Context`."""
+    """Take events from `settings.start` on until one is not ordinary; `progress.at[0]` is its index. See `Context`."""
     context = Context(arrays, groups, streams, events, progress, tally, figures, settings_of(settings))
     index = context.settings.start
     while index < context.settings.stop:
         event = event_at(context, index)
-        progress[SERIAL] += 1
+        progress.serial[0] += 1
         if event.kind < 0 or apply_table_changes(context, index) == 0 or apply_lut_changes(context, index) == 0:
             break
         if apply_truth_changes(context, index) == 0:
@@ -133,4 +134,4 @@ def replay_events_loops(
         if fine == 0:
             break
         index += 1
-    progress[AT] = index
+    progress.at[0] = index

@@ -8,8 +8,6 @@ from ..dispatch import In64, InU64x2, Out64, Out64x2, primitive
 from ..ops.hash.reference import as_u64
 from ..ops.plan.reference import MAX_PLAN_ENTRIES, PlanArrays, WriteArrays, plan_writes_loops
 from .context import (
-    SERIAL,
-    STREAM_BEFORE,
     Context,
     Event,
     GroupState,
@@ -78,11 +76,11 @@ def requests_ordinary(context: Context, forward: Event, rows: RowState, width: i
         if (
             row < 0
             or row >= rows.row_stamps.shape[0]
-            or rows.row_stamps[row] == context.progress[SERIAL]
+            or rows.row_stamps[row] == context.progress.serial[0]
             or request < 0
         ):
             return 0
-        rows.row_stamps[row] = context.progress[SERIAL]
+        rows.row_stamps[row] = context.progress.serial[0]
         if extend < 0 or extend > width - prefix or extend > tokens - at:
             return 0
         known = forward.known[r] if forward.known.shape[0] > 0 else 0
@@ -193,7 +191,7 @@ def nothing_dropped(context: Context, forward: Event, group: GroupState, records
             if (
                 ledger[before, OWNER] == forward.requests[r]
                 and ledger[before, STATE] == HELD
-                and ledger[before, STAMP] != context.progress[SERIAL]
+                and ledger[before, STAMP] != context.progress.serial[0]
                 and ledger[before, CONTENT] > ledger[before, ALLOC]
                 and records[before, RECORD_POSITION] == position
             ):
@@ -249,7 +247,7 @@ def group_ordinary(
     if others < 0:
         return 0
     for s in range(group.first_stream, group.first_stream + (group.num_streams if others > 0 else 0)):
-        at = context.streams[s, STREAM_BEFORE] * forward.inputs.shape[0]
+        at = context.streams.before[s] * forward.inputs.shape[0]
         if stream_stays(stream_of(context, group, s), forward, at, slots, memory.others, others) == 1:
             return 0
     if ledger_ordinary(context, forward, group, records, plan, slots) == 0:

@@ -7,9 +7,6 @@ from ..ops.plan.reference import PlanArrays
 from ..ops.verify.reference import verify_loops
 from ..tokens import contradicts
 from .context import (
-    PARTNER_SERIAL,
-    SERIAL,
-    STREAM_BUFFER,
     Context,
     Event,
     GroupState,
@@ -34,7 +31,7 @@ def hash_slots(context: Context, group: GroupState, buffer: int, slots: In64, ha
     for i in range(slots.shape[0]):
         hashes[i] = 0
     for s in range(group.first_stream, group.first_stream + (group.num_streams if most > 0 else 0)):
-        if context.streams[s, STREAM_BUFFER] == buffer:
+        if context.streams.buffer[s] == buffer:
             words = stream_of(context, group, s)
             width = words.shape[1]
             fold_source_loops(words, 1, 0, width, min(width, most), words.shape[0], slots, hashes)
@@ -48,7 +45,7 @@ def entries_ordinary(context: Context, group: GroupState, plan: PlanArrays) -> i
     slots, hashes = plan.slots[:count], memory.hashes[:count]
     tokens, positions, prevs = plan.expected_tokens[:count], plan.expected_positions[:count], plan.prev_slots[:count]
     for i in range(count):  # what a forward writes, others of its tokens see half written, but in a ring
-        if group.ring == 0 and group.ledger[slots[i], STAMP] == context.progress[SERIAL]:
+        if group.ring == 0 and group.ledger[slots[i], STAMP] == context.progress.serial[0]:
             return 0
     for buffer in range(group.num_buffers if count > 0 else 0):
         hash_slots(context, group, buffer, slots, hashes)
@@ -66,7 +63,7 @@ def ledger_ordinary(
 ) -> int:
     """Say whether the ledger lets every request write and read as it does, and stamp what is written; 0 or 1."""
     memory = work_of(context)
-    settings, bs, count, serial = context.settings, forward.rows.shape[0], plan.num_valid[0], context.progress[SERIAL]
+    settings, bs, count, serial = context.settings, forward.rows.shape[0], plan.num_valid[0], context.progress.serial[0]
     found, ledger, from_start = memory.found, group.ledger, settings.from_start
     judge_writes_loops(slots, memory.write_offsets[: bs + 1], forward.requests, serial, from_start, ledger, found)
     always = WRITTEN_TWICE | WRITES_AGAIN | PADDED_WRITTEN
@@ -87,10 +84,10 @@ def partners_ordinary(context: Context, forward: Event, group: GroupState, plan:
     memory = work_of(context)
     bs, tokens, count = forward.rows.shape[0], forward.inputs.shape[0], plan.num_valid[0]
     written = forward.written[group.table_number * tokens : (group.table_number + 1) * tokens]
-    context.progress[PARTNER_SERIAL] += 1
+    context.progress.partner_serial[0] += 1
     shared_halves_loops(
         plan.slots[:count], plan.expected_positions[:count], plan.request_offsets, forward.rows,
-        group.table.req_to_token, slots, written, int(memory.write_offsets[bs]), context.progress[PARTNER_SERIAL],
+        group.table.req_to_token, slots, written, int(memory.write_offsets[bs]), context.progress.partner_serial[0],
         group.partners, memory.found,
     )  # fmt: skip
     return 1 if memory.found.total[0] == 0 else 0
@@ -104,7 +101,7 @@ def plan_group(
     memory = work_of(context)
     how, marks, readers = memory.how[group.number, : forward.rows.shape[0]], memory.marks[start:], readers_of(forward)
     watch_forward_loops(
-        readers, forward.number - 1, context.progress[SERIAL], group.table, group.window, forward.offset, group.states,
+        readers, forward.number - 1, context.progress.serial[0], group.table, group.window, forward.offset, group.states,
         how, memory.totals,
     )  # fmt: skip
     memory.reads[group.number] = memory.totals[0]

@@ -79,13 +79,12 @@ class WriteToForeignSlot(LedgerCheck):
     kind = "write_to_foreign_slot"
     finds = "a forward writes a slot that is not the writing request's"
     covered = Covered.COMPILED
+    writes = ledger.WRITTEN_TWICE
 
-    @property
-    def writes(self) -> int:  # type: ignore[override]  # more is judged in a complete trace
-        """The bits that are judged."""
-        return ledger.WRITTEN_TWICE | (
-            ledger.WRITE_FREE | ledger.WRITE_CACHED | ledger.WRITE_FOREIGN if self.history.complete else 0
-        )
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        if history.complete:
+            self.writes |= ledger.WRITE_FREE | ledger.WRITE_CACHED | ledger.WRITE_FOREIGN
 
     def _explain(self, access: Access) -> Explained:
         row, events = access.row, changed_hands(access.row)

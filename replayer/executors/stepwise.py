@@ -173,16 +173,17 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         if self.checks is not None:
             self.results.findings(self.checks.finish())
 
-    def launched(self, pool: GroupPool, *, forwards: int, reads: int, written: int) -> None:
-        """Count launches on a group's buffers that were carried out elsewhere: its entries read, records written."""
+    def launched(self, pool: GroupPool, *, forwards: int, reads: int, written: int, unknown: int = 0) -> None:
+        """Count launches on a group's buffers that were carried out elsewhere: entries read, `unknown` ones among them, and
+        records written.
+        """
         summary = self.results.summary
-        summary.entries_read += reads
         for endpoint in ENDPOINTS:
             for half in pool.group.halves:
                 tag = launch_tag(endpoint, half, pool.group.kind)
                 self.launcher.slot_counters[tag] += reads + written
                 self.launcher.kernel_counters[tag] += 2 * forwards
-                summary.verified += reads
+                summary.verified += reads - unknown
                 summary.written += written
 
     # --- what an executor of another kind does besides

@@ -6,6 +6,7 @@ is about to get, before the recorder looks, faults are planted there; each metho
 whether it found an occasion, and is asked before each step until it has.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,11 +94,7 @@ class AdapterReport:
     @property
     def false_findings(self) -> dict[str, int]:
         """What was found in healthy runs, by name."""
-        found: dict[str, int] = {}
-        for trial in self.healthy:
-            for name, count in trial.found_by.items():
-                found[name] = found.get(name, 0) + count
-        return found
+        return dict(sum((Counter(trial.found_by) for trial in self.healthy), Counter[str]()))
 
     @property
     def missed(self) -> list[str]:
@@ -190,7 +187,10 @@ def _run(
     trace.unlink(missing_ok=True)
     offered = set[str]()
     forwards, planted, what, failed = 0, -1, "", ""
-    engine = _called("the factory", factory, trace)
+    try:
+        engine = factory(trace)
+    except Exception as error:
+        raise EngineError(f"the factory failed: {_described(error)}") from error
 
     def on_inputs(given: dict[str, Any]) -> None:
         nonlocal forwards, planted, what
@@ -259,13 +259,6 @@ def _served(engine: Any, seed: int) -> Iterator[None]:
     raise EngineError(
         f"{REQUESTS} requests had not ended after {MOST_STEPS:,} steps: step() says whether anything is left"
     )
-
-
-def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except Exception as error:
-        raise EngineError(f"{what} failed: {_described(error)}") from error
 
 
 def _described(error: BaseException) -> str:

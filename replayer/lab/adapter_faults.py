@@ -1,5 +1,6 @@
 """Faults in what a model is about to get, for an engine that shows its tensors: done in place, before a recorder looks."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,7 @@ class StepInputs:
         self.given = given
         self.prefix = [int(n) for n in given.get("prefix_lens", ())]
         self.extend = [int(n) for n in given.get("extend_lens", ())]
+        self.block_size = int(given.get("block_size", 1)) if "block_tables" in given else 1
 
     def reading(self, least: int = 1) -> list[int]:
         """Return the requests that read at least so many cached positions and add a token."""
@@ -37,17 +39,15 @@ class StepInputs:
 
     def place(self, position: int) -> tuple[int, int]:
         """Return where in a row a position stands, and its offset there."""
-        size = int(self.given.get("block_size", 1)) if "block_tables" in self.given else 1
-        return position // size, position % size
+        return divmod(position, self.block_size)
 
     def slot(self, request: int, position: int) -> int:
         """Return the slot of a request's position."""
         at, offset = self.place(position)
-        size = int(self.given.get("block_size", 1)) if "block_tables" in self.given else 1
-        return int(self.row(request)[at]) * size + offset
+        return int(self.row(request)[at]) * self.block_size + offset
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class InputFault:
     """One fault: what it needs of the inputs, and what a trace must have to show it, by its name in `Recorded`.
 
@@ -77,37 +77,31 @@ def _position(inputs: StepInputs) -> str:
 
 
 def _wrong_slot(inputs: StepInputs) -> str:
-    readers = inputs.reading()
-    for request in readers:
-        for other in readers:
-            at, slot = inputs.token(request), inputs.slot(other, 0)
-            if other != request and slot != inputs.slot(request, 0):
-                inputs.given["slots"][at] = slot
-                return f"token {at} of the step goes to slot {slot}, which another request reads"
+    for request, other in itertools.permutations(inputs.reading(), 2):
+        at, slot = inputs.token(request), inputs.slot(other, 0)
+        if slot != inputs.slot(request, 0):
+            inputs.given["slots"][at] = slot
+            return f"token {at} of the step goes to slot {slot}, which another request reads"
     return ""
 
 
 def _stale_row(inputs: StepInputs) -> str:
-    readers = inputs.reading()
-    for request in readers:
-        for other in readers:
-            length, _ = inputs.place(min(inputs.prefix[request], inputs.prefix[other]) - 1)
-            mine, theirs = inputs.row(request), inputs.row(other)
-            if int(mine[0]) != int(theirs[0]):
-                mine[: length + 1] = theirs[: length + 1]
-                return f"request {request} of the step reads what request {other} has"
+    for request, other in itertools.permutations(inputs.reading(), 2):
+        length, _ = inputs.place(min(inputs.prefix[request], inputs.prefix[other]) - 1)
+        mine, theirs = inputs.row(request), inputs.row(other)
+        if int(mine[0]) != int(theirs[0]):
+            mine[: length + 1] = theirs[: length + 1]
+            return f"request {request} of the step reads what request {other} has"
     return ""
 
 
 def _one_entry(inputs: StepInputs) -> str:
-    readers = inputs.reading()
-    for request in readers:
+    for request, other in itertools.permutations(inputs.reading(), 2):
         at, _ = inputs.place(inputs.prefix[request] - 1)
-        for other in readers:
-            entry = int(inputs.row(other)[0])
-            if other != request and entry not in [int(one) for one in inputs.row(request)[: at + 1]]:
-                inputs.row(request)[at] = entry
-                return f"the last entry that request {request} of the step reads is another's"
+        entry = int(inputs.row(other)[0])
+        if entry not in [int(one) for one in inputs.row(request)[: at + 1]]:
+            inputs.row(request)[at] = entry
+            return f"the last entry that request {request} of the step reads is another's"
     return ""
 
 
@@ -140,23 +134,15 @@ def _damage(pool: KvTensor, slot: int) -> None:
     tensor[index] = tensor[index] + 1 if isinstance(tensor, np.ndarray) else tensor[index].clone() + 1
 
 
-_TABLE: Final = ("prefix_lens", "extend_lens", "table")
+_LENS: Final = ("prefix_lens", "extend_lens")
+_TABLE: Final = (*_LENS, "table")
 INPUT_FAULTS: Final = (
-    InputFault(
-        name="token_changed", needs=("input_ids", "prefix_lens", "extend_lens"), shows_in="truth", plant=_other_token
-    ),
-    InputFault(
-        name="position_off_by_one", needs=("positions", "prefix_lens", "extend_lens"), shows_in="", plant=_position
-    ),
-    InputFault(name="wrong_slot", needs=("slots", *_TABLE), shows_in="", plant=_wrong_slot),
-    InputFault(name="stale_table_row", needs=_TABLE, shows_in="", plant=_stale_row),
-    InputFault(name="stale_table_entry", needs=_TABLE, shows_in="", plant=_one_entry),
-    InputFault(
-        name="seq_len_one_short",
-        needs=("seq_lens", "prefix_lens", "extend_lens"),
-        shows_in="attention",
-        plant=_short_length,
-    ),
-    InputFault(name="k_overwritten", needs=("K", *_TABLE), shows_in="bytes", plant=_overwritten("K")),
-    InputFault(name="v_overwritten", needs=("V", *_TABLE), shows_in="bytes", plant=_overwritten("V")),
+    InputFault("token_changed", ("input_ids", *_LENS), "truth", _other_token),
+    InputFault("position_off_by_one", ("positions", *_LENS), "", _position),
+    InputFault("wrong_slot", ("slots", *_TABLE), "", _wrong_slot),
+    InputFault("stale_table_row", _TABLE, "", _stale_row),
+    InputFault("stale_table_entry", _TABLE, "", _one_entry),
+    InputFault("seq_len_one_short", ("seq_lens", *_LENS), "attention", _short_length),
+    InputFault("k_overwritten", ("K", *_TABLE), "bytes", _overwritten("K")),
+    InputFault("v_overwritten", ("V", *_TABLE), "bytes", _overwritten("V")),
 )

@@ -23,7 +23,7 @@ from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.ops.write.reference import write
 from ....recorder.capture.host_arrays import ragged_index
 from ....recorder.state.forward import Forward
-from ....recorder.state.pools import ENDPOINTS, Endpoint, GroupPool, launch_tag
+from ....recorder.state.pools import Endpoint, GroupPool, launch_tag
 from ....recorder.state.writes import KvChanges, plan_own_writes, readable_prefixes
 from ....recorder.trace.batch import EventView
 from ...report.report import Results
@@ -242,13 +242,7 @@ class DeviceExecutor(StepwiseExecutor):
         if self._at_once:
             slots = step.slots[:written]
             written = int(((slots >= 0) & (slots < step.pool.num_slots)).sum())
-        for endpoint in ENDPOINTS:
-            for half in step.pool.group.halves:
-                tag = launch_tag(endpoint, half, step.pool.group.kind)
-                self.launcher.slot_counters[tag] += step.reads + written
-                self.launcher.kernel_counters[tag] += 2
-                self.results.summary.verified += step.reads - step.unknown_entries
-                self.results.summary.written += written
+        self.launched(step.pool, forwards=1, reads=step.reads, written=written, unknown=step.unknown_entries)
 
     def _report_rows(self, forward: Forward, steps: list[GroupStep], found: FoundRows, number: int) -> None:
         def report(step: GroupStep, endpoint: Endpoint, half: str, *, verify: bool, write: bool) -> None:

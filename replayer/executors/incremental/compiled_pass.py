@@ -16,23 +16,13 @@ from ....kernels.dispatch import is_kept, select
 from ....kernels.replay_pass.array_views import AddressTable
 from ....kernels.replay_pass.context import (
     ALLOC_EVENT,
-    AT,
-    COUNT_FORWARDS,
-    COUNT_VERIFIED,
-    COUNT_WRITTEN,
-    FIGURE_NO_SLOTS,
-    FIGURE_OTHER_SLOTS,
-    FIGURE_READS,
     FORWARD_EVENT,
-    NEW_IDS,
-    NUM_FIGURES,
-    NUM_PROGRESS,
-    PARTNER_SERIAL,
     REQUEST_EVENT,
-    SERIAL,
-    SINCE_SWEEP,
     STATUS_EVENT,
+    Figures,
+    Progress,
     Settings,
+    Tally,
 )
 from ....kernels.replay_pass.events import replay_events_loops
 from ....kernels.replay_pass.ledger import PADDING_WRITER
@@ -94,13 +84,10 @@ class CompiledPass:
         self._facts_stale = True
         self._next_event = -1
         self._patience = self._wait = 0
-        self._tally = np.zeros((len(header.groups), 3), np.int64)
         self._row_stamps = np.zeros(0, np.int64)
         self._work = WorkMemory(len(header.groups))
         self._partners = next((check for check in check_set.checks if isinstance(check, SwaMappingStale)), None)
-        sliding = any(group.lut >= 0 for group in header.groups)
-        self._num_figures = NUM_FIGURES * len(header.groups) if sliding else 0
-        self._figures = np.zeros((0, self._num_figures), np.int64)
+        self._sliding = any(group.lut >= 0 for group in header.groups)
 
     def prepare(self, batch: TraceBatch) -> None:
         """Work out what `run` needs of a batch alone; for the thread that reads ahead, which has time for it."""
@@ -151,11 +138,11 @@ class CompiledPass:
         history, executor = self._history, self._executor
         unusual = np.flatnonzero(columns.kind[at:] < 0)
         stop = at + int(unusual[0]) if len(unusual) else len(columns.kind)
-        progress = np.zeros(NUM_PROGRESS, np.int64)
-        progress[SERIAL] = history.serial
-        progress[SINCE_SWEEP] = self._health.activity.since_sweep
+        progress = Progress(*np.zeros((len(Progress._fields), 1), np.int64))
+        progress.serial[0] = history.serial
+        progress.since_sweep[0] = self._health.activity.since_sweep
         if self._partners is not None:
-            progress[PARTNER_SERIAL] = self._partners.serial
+            progress.partner_serial[0] = self._partners.serial
         reported = self._check_set.requests_reported() | set(history.dropped.by_request)
         held_by, kinds = history.ledger.held_by, columns.kind[at:stop]
         counts = {request: (count,) for request, count in held_by.items()}
@@ -165,9 +152,9 @@ class CompiledPass:
         if len(self._row_stamps) != rows:
             self._row_stamps = np.zeros(rows, np.int64)
         self._work.make_room(columns, 2 * int(columns.offsets[0][-1]))
-        self._tally[:] = 0
-        if self._num_figures:
-            self._figures = np.zeros((len(columns.kind), self._num_figures), np.int64)
+        num_groups = len(self._header.groups)
+        self._tally = Tally(*np.zeros((3, num_groups), np.int64))
+        self._figures = Figures(*np.zeros((3, len(columns.kind) * self._sliding, num_groups), np.int64))
         addresses = AddressTable()
         numbers = fill_addresses(
             addresses,
@@ -200,15 +187,15 @@ class CompiledPass:
         )
         given = (addresses.rows, self._groups, self._streams, columns.events, np.array(settings, np.int64))
         loops(*given, progress, self._tally, self._figures)
-        history.serial = int(progress[SERIAL])
-        self._health.activity.since_sweep = int(progress[SINCE_SWEEP])
+        history.serial = int(progress.serial[0])
+        self._health.activity.since_sweep = int(progress.since_sweep[0])
         if self._partners is not None:
-            self._partners.serial = int(progress[PARTNER_SERIAL])
-        self._request_ids.update(self._work.arrays.new_requests[: int(progress[NEW_IDS])].tolist())
+            self._partners.serial = int(progress.partner_serial[0])
+        self._request_ids.update(self._work.arrays.new_requests[: int(progress.new_ids[0])].tolist())
         left = held[held[:, VALUE] > 0]
         held_by.clear()
         held_by.update(zip(left[:, KEY].tolist(), left[:, VALUE].tolist(), strict=True))
-        return int(progress[AT])
+        return int(progress.at[0])
 
     def _learn_facts(self, more: int) -> None:
         """Have what is known of the requests at hand for the token oracle, and room for as many more."""
@@ -258,24 +245,23 @@ class CompiledPass:
             if runner == 0:
                 self._history.samples.put_off(batch, mine, header)
         self._add_figures(batch, forwards)
-        for pool, counted in zip(executor.pools, self._tally.tolist(), strict=True):
-            reads, written = counted[COUNT_VERIFIED], counted[COUNT_WRITTEN]
-            executor.launched(pool, forwards=counted[COUNT_FORWARDS], reads=reads, written=written)
+        for pool, counted in zip(executor.pools, zip(*self._tally, strict=True), strict=True):
+            reads, written, number = map(int, counted)
+            executor.results.summary.entries_read += reads
+            executor.launched(pool, forwards=number, reads=reads, written=written)
 
     def _add_figures(self, batch: TraceBatch, forwards: Int64Array) -> None:
         """Add what the pass counted of each forward to the divergence figures."""
-        if not self._num_figures:
+        if not self._sliding:
             return
         groups, divergence = self._header.groups, self._executor.divergence
         runners, numbers = batch.scalar_ints("runner"), batch.scalar_ints("forward")
         for index in forwards.tolist():
             runner = int(runners[index])
-            counted = self._figures[index].reshape(-1, NUM_FIGURES).tolist()
+            counted, none, other = (array[index].tolist() for array in self._figures)
             mine = [g for g, group in enumerate(groups) if group.runner == runner]
-            reads = {g: counted[g][FIGURE_READS] for g in mine}
-            found = {
-                g: (counted[g][FIGURE_NO_SLOTS], counted[g][FIGURE_OTHER_SLOTS]) for g in mine if groups[g].lut >= 0
-            }
+            reads = {g: counted[g] for g in mine}
+            found = {g: (none[g], other[g]) for g in mine if groups[g].lut >= 0}
             divergence.add(batch.first_event + index, int(numbers[index]), runner, reads, found)
 
 

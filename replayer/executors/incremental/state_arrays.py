@@ -11,7 +11,7 @@ from ....kernels.dispatch import select
 from ....kernels.ops.plan.reference import PlanArrays
 from ....kernels.ops.violation_log import ViolationLog
 from ....kernels.replay_pass.array_views import AddressTable
-from ....kernels.replay_pass.context import RowState, Work
+from ....kernels.replay_pass.context import RowState, Streams, Work
 from ....kernels.replay_pass.entries import allocate_states
 from ....kernels.replay_pass.ledger import Found
 from ....kernels.replay_pass.slots import fill_book_loops
@@ -42,7 +42,7 @@ def covers(header: TraceHeader) -> bool:
     )
 
 
-def group_numbers(header: TraceHeader) -> tuple[Int64Array, Int64Array]:
+def group_numbers(header: TraceHeader) -> tuple[Int64Array, Streams]:
     """Return what a header says of groups, but for where their arrays are, and of streams; see the pass's context."""
     groups: list[tuple[int, ...]] = []
     streams: list[tuple[int, ...]] = []
@@ -53,10 +53,9 @@ def group_numbers(header: TraceHeader) -> tuple[Int64Array, Int64Array]:
         counted = (len(group.padding_slots), group.table in whole, header.runners[group.runner].token_offset)
         groups.append((0, *pool, *counted, 2 * len(group.halves), len(streams), len(group.streams)))
         for stream in group.streams:
-            tail, width = 2 * group.halves.index(stream.half) + 1, stream.capture_bytes // 8
-            streams.append((tail, width, words[group.runner]))
-            words[group.runner] += width
-    return np.array(groups, np.int64), np.array(streams, np.int64).reshape(-1, 3)
+            streams.append((2 * group.halves.index(stream.half) + 1, words[group.runner]))
+            words[group.runner] += stream.capture_bytes // 8
+    return np.array(groups, np.int64), Streams(*np.array(streams, np.int64).reshape(-1, 2).T.copy())
 
 
 class WorkMemory:
