@@ -102,7 +102,8 @@ class EventReplay:
             return at
         reached = self.compiled_pass.run(batch, at)
         if reached > at:
-            self._counted += [index for index in range(at, reached) if batch.kinds[index] == "forward"]
+            kinds = batch.kinds[at:reached]
+            self._counted += [at + index for index, kind in enumerate(kinds) if kind == "forward"]
             self.continues = self._at_first = False
             self._trailing = 0
             self._results.divergence(self.executor.divergence)
