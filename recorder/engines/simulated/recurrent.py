@@ -55,10 +55,9 @@ class RecurrentStates:
 
     def run(self, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array, words: WordArray) -> None:
         """Let each token's word `[T] uint64` into the state of its request; all else is `[bs]`."""
-        ends = np.cumsum(extend_lens)
-        for read, write, begin, end in np.stack(
-            (*self.access(rows, prefix_lens), ends - extend_lens, ends), 1
-        ).tolist():
+        ends, access = np.cumsum(extend_lens), self.access(rows, prefix_lens)
+        of_each = np.stack((access.reads, access.writes, ends - extend_lens, ends), axis=1)
+        for read, write, begin, end in of_each.tolist():
             added = words[begin:end].sum(dtype=np.uint64)
             before = self.words[read] if read >= 0 else np.zeros(2, np.uint64)
             self.words[write] = before + np.array([added, ~added], np.uint64)
