@@ -39,6 +39,13 @@ ANSWERS = DATA / "answers.json"  # by trace: whether the bug changed what was an
 FIRST_TRY = DATA / "held-out.json"  # by trace: what the rules said before they were mended
 PAGE = ROOT / "docs" / "results" / "real-bugs.md"
 PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv"}
+SWITCHES = (
+    "`SGLANG_DEBUG_REVERT_PR` takes back six mends in 0.5.23. Each is about drafts, which the attention that runs on the CPU does "
+    "not have. 25015 and 26329 were recorded with 0.5.16 on an H200. 26972 (rows too short near the longest context) does not fit "
+    "0.5.16; what it does to a row is made anew on the CPU (row_written_past_its_end). 27338, 27460 (FlashInfer's index buffers, the "
+    "second for MLA) and 27360 (FlashAttention's table of drafts) do harm only where a draft has more than one branch (topk > 1), "
+    "and in backends that the H200 did not have; the recorder does not read such trees, says so and ends its recording."
+)
 AT_ONCE = 5  # runs a process, which imports the engine once
 CERTAIN = 0.7  # no wrong kind may be said with this
 
@@ -182,7 +189,7 @@ def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
     lines += ["", "forward: in which it was found, and which reads the damage first.", ""]
     lines += [*first_try([o for o in judged if o.bug.held_out]), "", "## What each does", ""]
     lines += [f"- **{o.bug.name}** ({o.bug.tracker}, {o.bug.engine}): {o.bug.mechanism}" for o in outcomes]
-    lines += ["", "## Whether a score means what it says", ""]
+    lines += ["", "## SGLang's own switches", "", SWITCHES, "", "## Whether a score means what it says", ""]
     lines += reliability(said)
     return "\n".join(lines) + "\n"
 

@@ -39,7 +39,7 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
         mine = [other for other in cluster.head if other.request_id == sign.request_id]
         wrong = {other.position for other in mine if other.bits & ~1 & CONTENT}
         return cluster.diagnosis(0.25 if cluster.has_trace else 0.55 if len(wrong) == 1 else 0.3, said, sign)
-    given = cluster.last(sign, "alloc", "shared")
+    given = cluster.last(sign, "alloc") or cluster.last(sign, "shared")
     fresh = given is not None and given.request_id == sign.request_id
     if given is not None and fresh:
         fresh = not cluster.filled_between(sign, given.event, change.event, "written")
@@ -56,8 +56,6 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
         return None
     leaked = cluster.kinds["slot_leaked"] > 0
     change = cluster.rewrite_of(sign)
-    if change is not None and change.count >= change.length:
-        return None  # all of its row: it was put back, and has come again
     if change is None:
         if cluster.has_trace or not leaked or cluster.finding("hit_never_written") is None:
             return None
@@ -66,6 +64,9 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
     given = cluster.last(sign, "alloc", "shared")
     if given is None or given.request_id != sign.request_id or given.what != "alloc":
         return None
+    held = [n for at, _, n in cluster.facts.given.get(sign.request_id, ()) if at < given.event]
+    if change.count >= change.length and held and sum(held) <= 0:
+        return None  # all of its row, and it had given back all that stood there: it was put back, and has come again
     if cluster.filled_between(sign, given.event, change.event, "written"):
         return None
     said = f"the row of {sign.reader} was overwritten from position {change.first_position} of {change.length} on with slots "
