@@ -158,6 +158,10 @@ class Results:
         launches, left_out = self._launches, self._left_out
         if launches:
             table = violation_table(launches, self.request_table)  # Ctrl-C in here loses none: they are pending still
+            if self.summary.first_violation is None:
+                row = table.slice(0, 1).to_pylist()[0]
+                self.summary.first_violation_forward = row["forward"]
+                self.summary.first_violation = row | {"reasons": row["reasons"].split("+")}
         self._launches, self._left_out = [], []
         self._pending_rows = 0
         if launches:
@@ -173,11 +177,6 @@ class Results:
     def _count(self, launches: Sequence[LaunchViolations]) -> None:
         """Add violations of launches, in bounded memory, to what the summary says of them; it has their number already."""
         summary = self.summary
-        if summary.first_violation is None:
-            first = launches[0].take(np.arange(len(launches[0].rows)) == 0)
-            row = violation_table([first], self.request_table).to_pylist()[0]
-            summary.first_violation = row | {"reasons": row["reasons"].split("+")}
-            summary.first_violation_forward = row["forward"]
         rows = np.concatenate([launch.rows for launch in launches])
         for reason in FailReason:
             if hits := int(np.count_nonzero(rows[:, 7] & reason.value)):

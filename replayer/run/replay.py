@@ -58,9 +58,9 @@ class ReplayRun:
             check_padding(header)
             self.summary = Summary(trace=name, header=header, settings=settings.to_json())
             self.summary.settings["kv_hash"] = mode.name.lower()
-            self._results = stack.enter_context(closing(Results(self.summary, settings, report)))
             joined: dict[str, Any] = {"exchange": exchange, "schedule": schedule, "all_there": all_there}
             try:
+                self._results = stack.enter_context(closing(Results(self.summary, settings, report)))
                 self.events = EventReplay(self._results, settings, mode, **joined)
             except MemoryError:
                 raise TraceError(
