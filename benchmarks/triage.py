@@ -97,7 +97,7 @@ def ask_store(folder: Path, threads: int) -> dict[str, Any]:
     build_bytes = peak_bytes()
     seconds, results = {}, {}
     open_seconds, _ = best(lambda: open_report(report).close())
-    with open_report(report) as session:
+    with open_report(report, unlocked=True) as session:
         session.sql(f"set threads = {threads}")
         session.sql("set memory_limit = '3GB'")
         slot = session.sql("select slot from first_damage")["slot"][0].as_py()

@@ -148,5 +148,5 @@ def write_report(folder: Path, random: Any, count: int, num_forwards: int, num_s
             sink.append(pa.table(arrays, schema=VIOLATION_SCHEMA))
     with TraceReader(folder / "trace.arrow") as reader:
         trace_id = reader.header.trace_id
-    summary = {"trace": str((folder / "trace.arrow").absolute()), "trace_id": trace_id}
+    summary = {"trace": str((folder / "trace.arrow").absolute()), "trace_id": trace_id, "verdict": "corrupt"}
     (report / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
