@@ -8,6 +8,7 @@ from .errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _SHORTEST: Final = 8  # no name is cut further, however narrow the terminal
 _GAP: Final = "  "
@@ -68,7 +69,12 @@ def text_table(
     return lines
 
 
-def show_columns(
+def show_columns(console: "Console", rows: Sequence[Sequence[Any]], headings: Sequence[str], **how: Any) -> None:
+    """Print a table that fits a console; `how` is as of `columns_text`."""
+    console.print(columns_text(console, rows, headings, **how), soft_wrap=True)
+
+
+def columns_text(
     console: "Console",
     rows: Sequence[Sequence[Any]],
     headings: Sequence[str],
@@ -76,8 +82,8 @@ def show_columns(
     right: Sequence[str] = (),
     styles: Mapping[str, str] | None = None,
     indent: str = "",
-) -> None:
-    """Print a table that fits a console; a word in `styles` is printed in its style."""
+) -> "Text":
+    """Return a table that fits a console; a word in `styles` has its style."""
     from rich.text import Text
 
     numbers = range(len(headings))
@@ -89,11 +95,10 @@ def show_columns(
         width=console.width,
         right=[number for number in numbers if headings[number] in right],
     )
-    for line in lines:
-        text = Text(line)
-        for word, style in (styles or {}).items():
-            text.highlight_words([word], style)
-        console.print(text, soft_wrap=True)
+    text = Text("\n".join(lines), no_wrap=True)
+    for word, style in (styles or {}).items():
+        text.highlight_words([word], style)
+    return text
 
 
 def cut_middle(text: str, width: int) -> str:

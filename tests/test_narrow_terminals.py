@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 from click import testing
+from kvcanary.replayer.lab.faults import FAULTS
 
 from .support.commands import Done, run, run_replay
+from .support.engines import nano_subject
 from .support.places import DATA
 
 LONG = "sglang-meta-llama-3-8b-instruct-2026-11-23T01-40-52-tp{}-of-2-production-eu-west-{}"
+BISECT = ["bisect", "run", "--good", "clean_llama.arrow", "--bad", LONG.format(0, 1) + ".arrow"]
 COMMANDS = [
     ["inspect", "."],
     ["inspect", LONG.format(0, 1) + ".arrow"],
@@ -22,7 +25,23 @@ COMMANDS = [
     ["sql", ".", "select * from requests"],
     ["sql", ".", "from traces"],
     ["lab", "list"],
+    ["watch", ".", "--once", "--no-report"],
+    [
+        "record",
+        "-o",
+        "recorded",
+        "--",
+        "cp",
+        "--",
+        LONG.format(0, 1) + ".arrow",
+        LONG.format(1, 2) + ".arrow",
+        "recorded",
+    ],
+    [*BISECT, "--versions", f"{BISECT[3]},{BISECT[5]}", "--fresh", "--", "cp", "{version}", "{trace}"],
+    ["bisect", "log"],
+    ["check-adapter", f"{nano_subject.__name__}:Engine", "--seeds", "1"],
 ]
+CUT = ("inspect .", "replay .", "watch . --once --no-report", "record")  # two long names stand in these
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +60,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     monkeypatch.setenv("COLUMNS", str(request.param))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("os.nice", lambda _: 0)
     return int(request.param)
 
 
@@ -49,11 +69,15 @@ def test_no_line_is_longer(words: list[str], width: int, folder: Path, monkeypat
     monkeypatch.chdir(folder)
     extra = ["--no-report"] if words[0] == "replay" else []
     done: Done = run(*words, *extra)
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout).splitlines()
+    text = done.stderr if words[0] == "record" else done.stdout  # the engine's own output is on the other
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).splitlines()
     assert len(lines) > 3
-    # A command to paste and a path stay whole: the terminal shows them over two lines.
-    broken = [line for line in lines if "kvcanary" not in line and max(map(len, line.split()), default=0) < width - 12]
+    # A command to paste, a path, and what a watch says of a recording stay whole: the terminal shows them over two lines.
+    told = [line for line in lines if "kvcanary" not in line and not re.match(r"\d\d:\d\d:\d\d", line)]
+    broken = [line for line in told if max(map(len, line.split()), default=0) < width - 12]
     assert [line for line in broken if len(line) > width] == []
-    if words in (["inspect", "."], ["replay", "."]):
-        names = re.findall(r"sglang-\S*\.\.\.\S+", "\n".join(lines))
+    if " ".join(words).startswith(CUT):
+        names = re.findall(r"sgl\S*\.\.\.\S+", "\n".join(lines))
         assert len({*names}) == 2
+    if words == ["lab", "list"]:
+        assert {*FAULTS} <= {word for line in lines for word in line.split()}

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...recorder.cli.program import CommandError, GivenPath
+from ...recorder.cli.program import CommandError, GivenPath, terminal_width
 from ...recorder.errors import printable, printable_message
+from ...recorder.text_tables import folded
 from ..errors import AnalysisError
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ trace_option = click.option("--trace", type=GivenPath(), help="Where the report'
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line that cannot steer a terminal."""
-    click.echo(printable(text), err=err)
+    """Print a line that cannot steer a terminal, folded at its width."""
+    for part in folded(printable(text), None if err else terminal_width()):
+        click.echo(part, err=err)
 
 
 def say_error(error: Exception | str, *, kind: str = "Error: ") -> None:

@@ -101,7 +101,7 @@ def _factory(target: str) -> Any:
 
 
 def _show(report: AdapterReport, keep: Path | None) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     out = console_for(sys.stdout)
     runs = len(report.healthy) + len(report.faults)
@@ -121,7 +121,7 @@ def _show(report: AdapterReport, keep: Path | None) -> None:
             if text:
                 out.print(f"  seed {trial.seed}       {text}", markup=False)
     out.print()
-    table = Table("fault", "found", "after", "by", box=None, pad_edge=False)
+    table = Table(Column("fault", overflow="fold"), "found", "after", "by", box=None, pad_edge=False)
     for trial in report.faults:
         later = trial.seen - trial.planted
         late = "" if not trial.found else "at once" if not later else f"{later} forward{'s' if later > 1 else ''}"

@@ -57,21 +57,21 @@ def list_command(as_json: bool) -> None:
         configs = [{"name": c.name, "summary": c.summary} for c in CONFIGURATIONS.values()]
         click.echo(json.dumps({"faults": faults, "configurations": configs}, indent=2))
         return
-    from rich.table import Table
+    from rich.table import Column, Table
 
     out = console_for(sys.stdout)
-    table = Table("fault", "seen in", "what happens", box=None, pad_edge=False)
+    table = Table(Column("fault", no_wrap=True), "seen in", "what happens", box=None, pad_edge=False)
     for fault in FAULTS.values():
         table.add_row(fault.name, fault.reference, fault.summary)
     out.print(table)
     out.print()
-    table = Table("configuration", "engine", "faults", box=None, pad_edge=False)
+    table = Table(Column("configuration", no_wrap=True), "engine", "faults", box=None, pad_edge=False)
     for config in CONFIGURATIONS.values():
         table.add_row(config.name, config.summary, str(sum(config.name in f.configs for f in FAULTS.values())))
     out.print(table)
 
 
-@lab_command.command("run")
+@lab_command.command("run", short_help="Record one trace with one fault in it.")
 @click.option("--fault", "fault_name", required=True, metavar="NAME", help="See kvcanary lab list; clean for none.")
 @click.option("--config", metavar="NAME", help="Engine configuration. [default: the fault's first]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of engine, workload and fault.")
@@ -150,7 +150,7 @@ def _story(trial: Trial, outcome: TrialRun) -> list[str]:
     return [*lines, f"next    kvcanary-replay {names}"]
 
 
-@lab_command.command("matrix")
+@lab_command.command("matrix", short_help="Try every fault, and clean runs: what is detected.")
 @click.option("--faults", default="all", show_default=True, metavar="NAMES", help="Names joined by commas, or none.")
 @click.option("--configs", default="all", show_default=True, metavar="NAMES", help="Names joined by commas.")
 @click.option("--seeds", type=click.IntRange(0, MAX_SEEDS), default=20, show_default=True, help="Trials of each fault.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.live import Live
-    from rich.table import Table
+    from rich.text import Text
 
     from ..watch.reactions import Metrics
     from ..watch.recording import WatchedRecording
@@ -42,8 +42,6 @@ Exit codes, once it is ended by Ctrl-C, SIGTERM or --once: 0 all clean so far, 1
 _IDLE_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 2.0  # how often the folder is looked through
 _NICE: Final = 10
-_LEAST_NAME: Final = 12  # columns of a terminal
-_BESIDE_NAME: Final = 72  # what the other columns of the table take with numbers as wide as their headings
 
 
 def _address(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
@@ -208,7 +206,7 @@ class _Screen:
     def show(self, facts: Iterable[Mapping[str, Any]]) -> None:
         """Show what is known now."""
         if self._live is not None:
-            self._live.update(_table([one for one in facts if not one["over"]], self._console.width))
+            self._live.update(_table((one for one in facts if not one["over"]), self._console))
 
     def news(self, what: str, facts: Mapping[str, Any]) -> None:
         """Say what happened to a recording."""
@@ -244,7 +242,7 @@ class _Screen:
         if self._as_json:
             click.echo(json.dumps({"what": "end", "recordings": facts}))
         elif facts:
-            self._console.print(_table(facts, self._console.width))
+            self._console.print(_table(facts, self._console), soft_wrap=True)
         else:
             self._console.print("nothing was recorded there")
 
@@ -260,25 +258,19 @@ class _Screen:
         self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]  {text.format(**shown)}", soft_wrap=True)
 
 
-def _table(facts: Sequence[Mapping[str, Any]], width: int) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def _table(facts: Iterable[Mapping[str, Any]], console: Console) -> Text:
+    from ...recorder.text_tables import columns_text
 
-    from ...recorder.errors import printable
-    from ...recorder.text_tables import cut_middle
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("recording", overflow="fold")
-    for name in ("forwards", "requests", "violations", "findings", "lost", "behind"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    styles = {"corrupt": "bold red", "inconclusive": "bold yellow"}
-    for one in facts:
-        numbers = (one[key] for key in ("forwards", "requests", "violations", "findings", "events_lost"))
-        behind = "" if one["over"] else f"{one['seconds_behind']:.1f} s"
-        verdict = Text(one["verdict"], style=styles.get(one["verdict"], "green"))
-        name, room = printable(one["recording"]), max(_LEAST_NAME, width - _BESIDE_NAME)
-        if len(name) > room:  # the end of a name is the process
-            name = cut_middle(name.removesuffix(".arrow"), room)
-        table.add_row(Text(name), *(f"{number:,}" for number in numbers), behind, verdict)
-    return table
+    counted = ("forwards", "requests", "violations", "findings", "events_lost")
+    rows = [
+        (
+            one["recording"].removesuffix(".arrow"),
+            one["verdict"],
+            *(f"{one[key]:,}" for key in counted),
+            "" if one["over"] else f"{one['seconds_behind']:.1f} s",
+        )
+        for one in facts
+    ]
+    numbers = ("forwards", "requests", "violations", "findings", "lost", "behind")
+    styles = {"  corrupt": "bold red", "  inconclusive": "bold yellow", "  clean": "green"}
+    return columns_text(console, rows, ("recording", "verdict", *numbers), right=numbers, styles=styles)

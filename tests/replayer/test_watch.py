@@ -181,8 +181,11 @@ def test_metrics_are_what_was_judged(tmp_path: Path) -> None:
     assert 'kvcanary_seconds_behind{recording="kv_flip.arrow"} 0.0' in text
 
 
-def test_ctrl_c_ends_a_watch_with_what_it_knows(tmp_path: Path) -> None:
-    watch = "import sys; from kvcanary.cli import kvcanary_main; sys.argv[1:] = ['watch', '.', '--json', '--no-report']; kvcanary_main()"
+@pytest.mark.parametrize("background", [False, True])
+def test_a_signal_ends_a_watch_with_what_it_knows(background: bool, tmp_path: Path) -> None:
+    """A script's shell has what it starts in the background ignore Ctrl-C: SIGTERM ends it."""
+    watch = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); " if background else ""
+    watch += "import sys; from kvcanary.cli import kvcanary_main; sys.argv[1:] = ['watch', '.', '--json', '--no-report']; kvcanary_main()"
     (tmp_path / "kv_flip.arrow").write_bytes(KV_FLIP.read_bytes())
     with subprocess.Popen([sys.executable, "-c", watch], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -190,6 +193,8 @@ def test_ctrl_c_ends_a_watch_with_what_it_knows(tmp_path: Path) -> None:
             if json.loads(line)["what"] == "over":
                 break
         process.send_signal(signal.SIGINT)
+        if background:
+            process.send_signal(signal.SIGTERM)
         assert json.loads(process.stdout.read().splitlines()[-1])["what"] == "end"
     assert process.returncode == 1
 

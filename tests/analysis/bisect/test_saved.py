@@ -13,6 +13,7 @@ from kvcanary.analysis.cli.bisect import bisect_command
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
+from ...support.commands import run
 from ...support.places import DATA
 from .traces import history, keep, saved, torn
 
@@ -208,9 +209,9 @@ def test_a_folder_is_read_as_a_replay_reads_it(bisect, tmp_path):
 
 
 def test_what_is_wrong_is_told_to_scripts_too(tmp_path):
-    done = CliRunner().invoke(bisect_command, ["--json", str(tmp_path / "none")])
+    done = run("bisect", "--json", tmp_path / "none")
     told = json.loads(done.stdout)
-    assert (done.exit_code, told["exit_code"]) == (2, 2)
+    assert (done.returncode, told["exit_code"]) == (2, 2)
     assert "no such file" in told["error"]
 
 

@@ -141,8 +141,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_guides_engine_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = DOCS / "guide"
-    engine = printed_code("PagedEngine", guide / "recording-your-engine.md").split("\nengine = PagedEngine")[0]
-    (tmp_path / "paged.py").write_text(engine)
+    (tmp_path / "paged.py").write_text(printed_code("PagedEngine", guide / "recording-your-engine.md"))
     (tmp_path / "paged_check.py").write_text(printed_code("Engine", guide / "checking-an-adapter.md"))
     monkeypatch.setattr("sys.path", [*sys.path])
     done = CliRunner().invoke(main, ["check-adapter", f"{tmp_path}/paged_check.py:Engine", "--seeds", "2", "--json"])

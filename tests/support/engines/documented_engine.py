@@ -24,7 +24,7 @@ def printed_code(name: str = "ToyEngine", document: Path = DOCUMENT) -> str:
 
 
 def run_code(code: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "toy"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, str(DOCUMENT), "exec"), names)
     return names
 
