@@ -184,7 +184,7 @@ def test_a_server_that_cannot_fork_is_done_without(
     fork = os.fork
     from no_forks import follow
 
-    monkeypatch.setattr(os, "fork", fork)
+    os.fork = fork
     task = GroupTask(settings=ReplaySettings(), explicit=False, all_there=False, finish=follow)
     found = results([DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"], task, 2)
     assert [result.summaries[0].verdict.exit_code for _, result in found] == [1, 0]

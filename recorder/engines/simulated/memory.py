@@ -7,7 +7,7 @@ from ...capture.host_arrays import ordered_runs
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL, AllocStatus, RequestStatus, SlotChange
 from .config import Counters, EngineConfig
-from .pools import DRAFT, NO_PAGES, TARGET, KvPool, PageAllocator, SimulatedLayout, SlidingWindowPool, copy_slots
+from .pools import DRAFT, NO_PAGES, TARGET, KvPool, PageAllocator, SimulatedLayout, SlidingWindowPool
 from .prefix_cache import HostTier, PrefixCache
 from .radix import NO_PAGE
 from .recurrent import RecurrentStates
@@ -215,7 +215,7 @@ class KvMemory:
                 live = (src > 0) & (dst > 0)
                 src, dst = src[live], dst[live]
             if src.size:
-                copy_slots(pool.arrays, src, pool.arrays, dst)
+                pool.copy(src, dst)
                 self.history.recorder.kv_copy(
                     group=pool.index, src=src, dst=dst, count=[1] * src.size, request_id=child.request_id, note=note
                 )

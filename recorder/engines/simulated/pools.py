@@ -120,6 +120,14 @@ class KvPool:
             rows = splitmix64_words(content[:, None] ^ salt)
             self.submitted[number] = words[slots] = rows if noise is None else rows ^ noise[:, None]
 
+    def copy(self, src: Int64Array, dst: Int64Array) -> None:
+        """Copy whole slots within the pool."""
+        copy_slots(self.arrays, src, self.arrays, dst)
+
+    def to_host(self, slots: Int64Array, host_slots: Int64Array) -> None:
+        """Copy whole slots from the pool to the host tier."""
+        copy_slots(self.arrays, slots, self.host_arrays, host_slots)
+
     def from_host(self, host_slots: Int64Array, slots: Int64Array) -> None:
         """Copy whole slots from the host tier to the pool."""
         copy_slots(self.host_arrays, host_slots, self.arrays, slots)

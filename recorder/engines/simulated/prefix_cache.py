@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from .pools import NO_PAGES, PageAllocator, copy_slots
+from .pools import NO_PAGES, PageAllocator
 from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix
 from .requests import Request
 
@@ -33,7 +33,7 @@ class HostTier:
             return False
         node.host_page = int(taken[0])
         for pool in self._pools:
-            copy_slots(pool.arrays, self._slots(node.page), pool.host_arrays, self._slots(node.host_page))
+            pool.to_host(self._slots(node.page), self._slots(node.host_page))
         self._memory.history.moved(node.page, node.host_page, to_host=True)
         self._memory.counters.offloaded_pages += 1
         self._queue.offer(node)
