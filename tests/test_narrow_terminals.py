@@ -24,7 +24,23 @@ COMMANDS = [
     ["diff", "clean_llama.arrow", LONG.format(0, 1) + ".arrow"],
     ["sql", ".", "select * from requests"],
     ["sql", ".", "from traces"],
+    ["incidents", LONG.format(0, 1) + ".report", "--explain", "1"],
     ["lab", "list"],
+    [
+        "lab",
+        "matrix",
+        "--faults",
+        "none",
+        "--configs",
+        "mha",
+        "--seeds",
+        "0",
+        "--clean-seeds",
+        "1",
+        "--jobs",
+        "1",
+        "--force",
+    ],
     ["watch", ".", "--once", "--no-report"],
     [
         "record",
@@ -72,12 +88,14 @@ def test_no_line_is_longer(words: list[str], width: int, folder: Path, monkeypat
     text = done.stderr if words[0] == "record" else done.stdout  # the engine's own output is on the other
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).splitlines()
     assert len(lines) > 3
-    # A command to paste, a path, and what a watch says of a recording stay whole: the terminal shows them over two lines.
-    told = [line for line in lines if "kvcanary" not in line and not re.match(r"\d\d:\d\d:\d\d", line)]
+    # Commands and queries to paste, paths, and what a watch says of a recording stay whole, over two lines of the terminal.
+    told = [line for line in lines if "kvcanary" not in line and not re.match(r"\d\d:\d\d:\d\d| +select ", line)]
     broken = [line for line in told if max(map(len, line.split()), default=0) < width - 12]
     assert [line for line in broken if len(line) > width] == []
     if " ".join(words).startswith(CUT):
         names = re.findall(r"sgl\S*\.\.\.\S+", "\n".join(lines))
         assert len({*names}) == 2
+    if "--explain" in words:
+        assert "select * from incident_findings where incident = 1 order by event" in "\n".join(lines)
     if words == ["lab", "list"]:
         assert {*FAULTS} <= {word for line in lines for word in line.split()}

@@ -140,15 +140,15 @@ def _explain(console: Console, row: dict[str, Any]) -> None:
 
     from ..incidents.rules import RULES
 
-    def show(text: str, indent: int, *, style: str = "", soft: bool = False) -> None:
-        console.print(Padding(Text(text, style=style), (0, 0, 0, indent), expand=False), soft_wrap=soft)
+    def show(text: str, *, style: str = "") -> None:
+        console.print(Padding(Text(text, style=style), (0, 0, 0, 4), expand=False))
 
     parts = [("mechanism", row["detail"] or "no rule knows this kind")]
     parts += [(f"or {kind}", RULES[kind].mechanism) for kind in row["alternatives"] if kind != row["kind"]]
     for title, text in parts:
         console.print()
-        show(f"{title}: {printable(text)}", 4)
+        show(f"{title}: {printable(text)}")
     console.print()
-    show("evidence, for kvcanary sql:", 4, style="dim")
-    for query in row["evidence"]:
-        show(printable(query), 6, soft=True)
+    show("evidence, for kvcanary sql:", style="dim")
+    for query in row["evidence"]:  # to be pasted, so whole
+        console.print(Text(f"      {printable(query)}"), soft_wrap=True)

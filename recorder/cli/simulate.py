@@ -165,7 +165,7 @@ def _as_json(engine: SimulatedEngine, seconds: float, files: list[Path]) -> dict
 
 def _show(engine: SimulatedEngine, seconds: float, files: list[Path]) -> None:
     stats, counters, path = engine.recorder.stats(), engine.counters, engine.recorder.path
-    cut = f"   {len(files):,} segments" if files != [path] else ""
+    cut = f"   {len(files):,} segment{'' if len(files) == 1 else 's'}" if files != [path] else ""
     click.echo(f"wrote   {printable(str(path))}   {_size(files) / 1e6:,.1f} MB{cut}   {counters.forwards:,} forwards")
     click.echo(
         f"ran     {counters.finished:,} requests finished, {counters.aborted:,} aborted   {counters.tokens:,} tokens in "

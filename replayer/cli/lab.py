@@ -255,22 +255,16 @@ def _run_shown(planned: list[tuple[str, str, int]], output: Path, *, jobs: int, 
 
 
 def _show(claims: list[Claim], output: Path) -> None:
-    from rich.table import Table
-
+    from ...recorder.text_tables import show_columns
     from ..lab.claims import HEADINGS, cells
     from .incident_blocks import count_of
 
     out = console_for(sys.stdout)
     # A narrow terminal does without the names of what saw each fault; they are in the output file.
-    wide = out.width >= WIDE
-    shown = len(HEADINGS) if wide else len(HEADINGS) - 1
-    table = Table(box=None, pad_edge=False, padding=(0, 1) if wide else (0, 1, 0, 0))
-    for number, heading in enumerate(HEADINGS[:shown]):
-        is_text = number in (0, len(HEADINGS) - 1)
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=number == 0)
-    for claim in claims:
-        table.add_row(*cells(claim)[:shown], style="" if claim.holds else "red")
-    out.print(table)
+    shown = len(HEADINGS) if out.width >= WIDE else len(HEADINGS) - 1
+    rows = [cells(claim)[:shown] for claim in claims]
+    failed = {f"{claim.fault} ": "red" for claim in claims if not claim.holds}
+    show_columns(out, rows, HEADINGS[:shown], right=HEADINGS[1:-1], styles=failed)
     failures = [text for claim in claims for text in claim.failures]
     more = [f"and {len(failures) - 20:,} more, in {output}"] if len(failures) > 20 else []
     for text in failures[:20] + more:
