@@ -22,7 +22,7 @@ Made by
 
 on {date}, with kvcanary {build}: {seeds:,} seeds a fault, taken in turns over the configurations that have its
 mechanism, and {clean_seeds:,} clean runs over all configurations. `kvcanary lab matrix --seeds 20` makes a smaller one in
-minutes; how to read it, and what each fault does, is in [fault-lab.md](fault-lab.md).
+minutes; how to read it, and what each fault does, is in [fault-lab.md](../guide/fault-lab.md).
 
 - **effect**: trials in which some forward, or a sweep, read or was fed something wrong. That is known from the engine
   itself, without the replay.
