@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.batch import TraceBatch, TraceGap
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.recovery import recover
@@ -31,25 +32,34 @@ def steps_of(folder: Path) -> int:
 
 
 def check(folder: Path) -> int:
-    """Check what an engine left; return how many of its forwards were in no batch of the trace yet."""
-    path, finished = folder / "t.arrow", steps_of(folder)
-    forwards, unflushed = _forwards(path)
-    assert forwards[: len(forwards)] == list(range(len(forwards)))
-    assert len(forwards) >= finished, "a forward whose outcome reached the host is lost"
-    recovered = recover(path, folder / "whole.arrow").target
-    assert _forwards(recovered)[0] == forwards
-    for trace in (path, recovered):
-        with ReplayRun((trace,), settings=ReplaySettings(), report=None, all_there=True) as run:
-            while run.step():
-                pass
-            summary = run.finish()
-        assert summary.forwards == len(forwards)
-        assert (summary.violations, summary.findings) == (0, 0), (summary.first_violation, summary.first_finding)
-        assert summary.verdict is Verdict.INCONCLUSIVE  # the recording has no end
+    """Check what an engine left, a recording for each answer; return how many of its forwards were in no batch of a trace yet."""
+    recordings = sorted(folder.glob("t*.arrow"), key=lambda path: (len(path.name), path.name))  # t, t.1, ... t.10
+    there = unflushed = 0
+    for path in recordings:
+        try:
+            forwards, behind, complete = _forwards(path)
+        except TraceError:  # it was ended before the header was written
+            assert path is recordings[-1]
+            continue
+        assert forwards == list(range(len(forwards)))
+        assert complete or path is recordings[-1]
+        there, unflushed, whole = there + len(forwards), unflushed + behind, path
+        if not complete:
+            whole = recover(path, folder / "whole.arrow").target
+            assert _forwards(whole)[0] == forwards
+        for trace in {path, whole}:
+            with ReplayRun((trace,), settings=ReplaySettings(), report=None, all_there=True) as run:
+                while run.step():
+                    pass
+                summary = run.finish()
+            assert summary.forwards == len(forwards)
+            assert (summary.violations, summary.findings) == (0, 0), (summary.first_violation, summary.first_finding)
+            assert summary.verdict is (Verdict.CLEAN if complete else Verdict.INCONCLUSIVE)  # which has no end
+    assert there >= steps_of(folder), "a forward whose outcome reached the host is lost"
     return unflushed
 
 
-def _forwards(path: Path) -> tuple[list[int], int]:
+def _forwards(path: Path) -> tuple[list[int], int, bool]:
     found, unflushed, gaps = [], 0, []
     with TraceReader(path) as reader:
         for item in reader.stream():
@@ -61,4 +71,4 @@ def _forwards(path: Path) -> tuple[list[int], int]:
             found += numbers
             unflushed += 0 if item.end_byte else len(numbers)
         assert gaps == ([] if reader.complete else [(0, "cut")])
-    return found, unflushed
+    return found, unflushed, reader.complete
