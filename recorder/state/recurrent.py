@@ -100,8 +100,8 @@ class StateSlots:
                 if cause:
                     shown = slot if cause == "same_forward" else source
                     self._misread.append(Misread(pool, request, shown, cause, slots[shown].copy()))
-                whose = int(forward.request_ids[request])
-                slots[slot] = forward.event + 1, whose, int(ends[request]), int(after[request]), new
+                request_id = int(forward.request_ids[request])
+                slots[slot] = forward.event + 1, request_id, int(ends[request]), int(after[request]), new
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.chains))
         self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]
