@@ -45,3 +45,10 @@ def test_every_ability_has_a_place_and_a_proof() -> None:
 @pytest.mark.parametrize("number", PULL_REQUESTS)
 def test_every_pull_request_is_there(number: int) -> None:
     assert f"#{number}" in TEXT
+
+
+def test_every_page_stands_in_the_navigation() -> None:
+    docs = ROOT / "docs"
+    pages = sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"^ +- (\S+\.md)$", navigation, re.MULTILINE)) == pages
