@@ -36,13 +36,16 @@ lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The root is the package, so mypy sees it through an alias that carries the package's name.
-types: $(VENV)/.tools
-	mkdir -p .typing && ln -sfn .. .typing/kvcanary
+# The root is the package: an alias that carries the package's name, so that nothing hangs on what the clone is called, or on
+# what lies beside it.
+.typing/kvcanary:
+	mkdir -p .typing && ln -sfn .. $@
+
+types: $(VENV)/.tools .typing/kvcanary
 	cd .typing && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -m kvcanary.cli -p kvcanary.kernels -p kvcanary.recorder -p kvcanary.replayer -p kvcanary.analysis
 
-layers: $(VENV)/.tools
-	$(BIN)/lint-imports --no-cache
+layers: $(VENV)/.tools .typing/kvcanary
+	cd .typing && ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache
 
 # Compiled loops first, each once: pytest's workers would each compile the same ones, at the same time.
 loops: $(VENV)/.runtime

@@ -136,7 +136,7 @@ def _one_trace(tracks: _Tracks, number: int, name: str, rows: dict[str, list[_Ro
             tracks.slice(track, f"{row['mode']} {row['forward']}", row["time_ns"], end, _facts(row))
             tracks.count(tokens, row["time_ns"], row["num_tokens"] - row["num_padding"])
     _incidents(tracks, root, rows["incidents"])
-    held = "held" if all(row["told"] for row in rows["slots_held"]) else "written"
+    held = "held" if all(row["has_history"] for row in rows["slots_held"]) else "written"
     for label, found, key, value in (
         (f"slots {held}, group {{}}", rows["slots_held"], "pool_group", "held"),
         ("slots evicted, group {}", rows["evicted"], "pool_group", "slots"),

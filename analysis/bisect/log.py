@@ -13,10 +13,10 @@ from typing import Any, Final
 from ...recorder.files import replace_file
 from ...replayer.lab.matrix import build_id
 from ..errors import AnalysisError
+from . import LOG
 from .criteria import Criterion, content_hash, judge_traces
 from .search import BisectVerdict, Mark
 
-LOG: Final = Path(".kvcanary", "bisect.jsonl")
 _OTHERWISE: Final = "name another with --log, or begin anew with --fresh"
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ...recorder.cli.program import EXIT_FAILED, CommandError, GivenPath
+from ..bisect import LOG
 from ..errors import AnalysisError
 from . import errors_end, say, say_error
 
@@ -102,7 +103,7 @@ class _BisectGroup(click.Group):
 _log_option = click.option(
     "--log",
     type=GivenPath(dir_okay=False),
-    default=Path(".kvcanary", "bisect.jsonl"),
+    default=LOG,
     show_default=True,
     help="Trials done, to go on from.",
 )

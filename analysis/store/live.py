@@ -55,7 +55,7 @@ HEADER_SCHEMAS: Final[dict[str, pa.Schema]] = {
         "words varchar"
     ),
 }
-# A request whose name nobody told is called by its id; nobody has no name.
+# A request without a recorded name is called by its id; nobody has no name.
 _REQUEST_NAME: Final = """create or replace temp macro request_name(name, id) as
     case when id >= 0 then coalesce(nullif(name, ''), id::varchar) end"""
 _KINDS: Final = {pa.utf8(): str, pa.int64(): int, pa.float64(): float}
@@ -279,7 +279,7 @@ class TraceScan:
     states: FileStates
     complete: bool
     gaps: list[dict[str, Any]] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)  # of requests, as the engine told them
+    names: dict[int, str] = field(default_factory=dict)  # of requests, as recorded
 
 
 def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
@@ -299,9 +299,9 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
                 gaps.append({key: getattr(item, key) for key in ("after_event", "missing_events", "kind", "reason")})
             else:
                 schema = schema or item.record_batch.schema
-                told = item.record_batch.select(["kind", "request_id", "name"])
-                told = told.filter(pa.compute.equal(told["kind"], "request"))
-                names |= zip(told["request_id"].to_pylist(), told["name"].to_pylist(), strict=True)
+                requests = item.record_batch.select(["kind", "request_id", "name"])
+                requests = requests.filter(pa.compute.equal(requests["kind"], "request"))
+                names |= zip(requests["request_id"].to_pylist(), requests["name"].to_pylist(), strict=True)
         paths = list(files)
         if gaps or not stream.complete or any(map(_others_may_change, files)):
             folder = Path(resources.enter_context(private_folder()))

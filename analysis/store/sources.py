@@ -61,7 +61,8 @@ def named_in(path: Path) -> list[Path]:
     found += sorted({summary.parent for summary in path.glob(f"*/{SUMMARY_NAME}")} - {*found})
     if not found:
         raise AnalysisError(
-            f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file)"
+            f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file); "
+            "name a trace, a report, or a folder of them"
         )
     return found
 

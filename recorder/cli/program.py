@@ -189,7 +189,7 @@ def _report_error(program: str, error: Exception) -> int:
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
     _say(f"{program}: {said}")
-    if _json_asked and not isinstance(error, OSError):
+    if _json_asked and not isinstance(error, OSError):  # behind which part of a document may have been written
         _print_error(said)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _say("the disk is full; make room, then run the same command again")

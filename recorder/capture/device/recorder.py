@@ -176,9 +176,9 @@ class DeviceRecorder:
         if not self._capture.off:
             self.later(_record_with, record, HostCopy(values, self._room), *args)
 
-    def before_each(self, look: Callable[[CopiedForward], None]) -> None:
-        """Have `look` called with each forward that can be recorded, right before it is, by the recorder's thread."""
-        self._decoder.before_each = look
+    def before_each(self, callback: Callable[[CopiedForward], None]) -> None:
+        """Have `callback` called with each forward that can be recorded, right before it is, by the recorder's thread."""
+        self._decoder.before_each = callback
 
     def record_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
         """As `Recorder.sampled`, to be recorded `later`: `sampled(*args)` gives tokens and lens."""

@@ -1,5 +1,5 @@
 -- How many slots of a pool group are held by anybody, whenever that changes. A slot that several hold counts once. Without a
--- slot history (told is false) nobody knows: what was written and not given back since.
+-- slot history (has_history is false) nobody knows: what was written and not given back since.
 with ends as (
     select trace, pool_group, slot, from_event as event, 1 as step from slot_lifetimes
     union all
@@ -18,7 +18,7 @@ changes as (
     group by all
 )
 select trace, pool_group, time_ns, sum(change) over (partition by trace, pool_group order by event)::bigint as held,
-    slot_history = 'complete' as told
+    slot_history = 'complete' as has_history
 from changes
 join events using (trace, event)
 join (select trace, slot_history from traces) using (trace)
