@@ -1,0 +1,162 @@
+"""The allocator's slots and the prefix cache, as the recorder is told of them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.engines.common.hooking import (
+    wrap_method,
+)
+from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
+
+from .fake_engine import TokenToKVPoolAllocator
+
+
+class Told:
+    """Stands for a recorder: keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def slots(self, kind: str, *, group: int, slots: Any, note: str) -> None:
+        self.calls.append((kind, group, slots.tolist(), -1, -1, "", note))
+
+    def allocations(self, groups: Any, slots: Any, requests: Any, *, request_ids: Any, rows: Any) -> None:
+        for request in np.unique(requests).tolist():
+            said = slots[requests == request].tolist(), int(request_ids[request]), int(rows[request])
+            status = "" if said[1] >= 0 else "shared"
+            self.calls += [("alloc", group, *said, status, "") for group in groups]
+
+    def sweep(self, **entries: Any) -> None:
+        self.calls.append(("sweep", entries))
+
+
+def history(page_size: int, told: Told) -> tuple[TokenToKVPoolAllocator, GroupHistory]:
+    allocator = TokenToKVPoolAllocator(24 - page_size, page_size)
+    kept = GroupHistory(allocator, (0,), 24, told)  # type: ignore[arg-type]
+    for name, hook in kept.hooks().items():
+        assert wrap_method(allocator, name, hook, lambda name, error: pytest.fail(f"{name}: {error}"))
+    return allocator, kept
+
+
+def write(kept: GroupHistory, slots: Any, lens: list[int], rows: list[int], ids: list[int]) -> None:
+    kept.written(np.array(slots), np.array(rows), np.array(ids), np.array(lens))
+
+
+def test_slots_are_told_when_they_are_first_written_for_whom_they_are() -> None:
+    told = Told()
+    allocator, kept = history(1, told)
+    allocator.alloc(5)  # 1..5
+    assert told.calls == []
+    write(kept, [1, 2, 4, 0], [2, 1, 1], [3, 2, 0], [77, 88, -1])
+    write(kept, [1, 2, 4], [2, 1], [3, 2], [77, 88])  # told already
+    assert told.calls == [("alloc", 0, [1, 2], 77, 3, "", ""), ("alloc", 0, [4], 88, 2, "", "")]
+
+
+def test_a_page_is_told_whole_and_once() -> None:
+    told = Told()
+    allocator, kept = history(4, told)
+    assert allocator.alloc(8).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    write(kept, [4], [1], [1], [7])
+    write(kept, [5], [1], [1], [7])
+    allocator.free(torch.tensor([4, 5]))
+    allocator.free(torch.tensor([8]))  # never written
+    assert told.calls == [
+        ("alloc", 0, [4, 5, 6, 7], 7, 1, "", ""),
+        ("free", 0, [4, 5, 6, 7], -1, -1, "", ""),
+        ("alloc", 0, [8, 9, 10, 11], -1, -1, "", "never written"),
+        ("free", 0, [8, 9, 10, 11], -1, -1, "", ""),
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_frees_that_the_engine_puts_off_are_told_once(page_size: int) -> None:
+    told = Told()
+    allocator, kept = history(page_size, told)
+    slots = allocator.alloc(8)
+    write(kept, slots.numpy(), [8], [1], [7])
+    allocator.free_group_begin()
+    allocator.free(slots)
+    assert [call[0] for call in told.calls] == ["alloc", "free"]
+    allocator.free_group_end()
+    allocator.alloc(page_size)
+    assert [call[0] for call in told.calls] == ["alloc", "free"]
+
+
+def test_an_eviction_and_a_flush_have_their_names() -> None:
+    told = Told()
+    allocator, kept = history(4, told)
+    slots = allocator.alloc(8)
+    write(kept, slots.numpy(), [8], [1], [7])
+    kept.evicting = True
+    allocator.free(slots[:4])
+    kept.evicting = False
+    allocator.clear()
+    assert [call[0] for call in told.calls] == ["alloc", "evict", "evict"]
+    assert told.calls[2][2:] == ([8, 9, 10, 11], -1, -1, "", "flush")
+
+
+def test_a_request_with_a_negative_id_holds_slots_as_one_of_several() -> None:
+    told = Told()
+    allocator, kept = history(1, told)
+    allocator.alloc(1)
+    write(kept, [1], [1], [1], [-5])
+    assert told.calls == [("alloc", 0, [1], -5, 1, "shared", "")]
+
+
+# The prefix cache
+
+
+def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int = 0) -> tuple[Any, RadixCacheWalk]:
+    lut = torch.arange(100) // 2
+    groups = [SimpleNamespace(lut=-1), SimpleNamespace(lut=0)]
+    target = SimpleNamespace(canary_manager=None)
+    if online:
+        target.canary_manager = SimpleNamespace(
+            config=SimpleNamespace(sweep_interval=online), _sweep_orchestrator=SimpleNamespace(sweep_passes=0)
+        )
+    runner = SimpleNamespace(groups={"full": 0, "swa": 1}, index=0)
+    layout: Any = SimpleNamespace(runners={id(target): runner}, groups=groups, luts=[lut])
+
+    def found(radix_cache: str, unlocked_only: bool) -> Any:
+        assert radix_cache == "tree"
+        slots = [21] if unlocked_only else [20, 21]
+        return SimpleNamespace(slot_indices=slots, positions=[0, 1], prev_slot_indices=[-1, 20])
+
+    monkeypatch.setattr(RadixCacheWalk, "walker", lambda self: found)
+    return target, RadixCacheWalk(target, "tree", layout, every, told)  # type: ignore[arg-type]
+
+
+def test_a_walk_tells_each_group_in_its_own_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    _, walker = walk(told, monkeypatch, every=3)
+    for _ in range(4):
+        walker.after_forward()
+    assert [call[0] for call in told.calls] == ["sweep", "sweep"], "at forwards 0 and 3"
+    entries = {name: np.asarray(value).tolist() for name, value in told.calls[0][1].items()}
+    assert entries == {
+        "groups": [0, 0, 1, 1],
+        "slots": [20, 21, 10, 10],
+        "positions": [0, 1, 0, 1],
+        "prev_slots": [-1, 20, -1, 10],
+        "locked": [1, 0, 1, 0],
+        "runner": 0,
+    }
+
+
+def test_a_walk_follows_the_online_canarys_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    target, walker = walk(told, monkeypatch, every=9, online=5)
+    for passes in (0, 1, 1, 2):
+        target.canary_manager._sweep_orchestrator.sweep_passes = passes
+        walker.after_forward()
+    assert len(told.calls) == 2
+
+
+def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    _, walker = walk(told, monkeypatch, every=0)
+    walker.after_forward()
+    assert told.calls == []
