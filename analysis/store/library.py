@@ -78,11 +78,10 @@ def sql_file(folder: str, name: str) -> SqlFile:
     return SqlFile(name=name, description=described, sql="\n".join(lines[start:]).strip().removesuffix(";"))
 
 
-def relation_statements(*, stored: bool) -> list[str]:
-    """Return the statements that make the whole library, tables for the base where it is stored."""
+def base_statements(*, stored: bool) -> list[str]:
+    """Return the statements that make the base: tables where it is stored, else views."""
     kind = "table" if stored else "view"
-    statements = [f"create {kind} {name} as\n{_trace_last(sql_file('base', name).sql)}" for name in BASE]
-    return [*statements, *derived_statements()]
+    return [f"create {kind} {name} as\n{_trace_last(sql_file('base', name).sql)}" for name in BASE]
 
 
 def _trace_last(sql: str) -> str:
@@ -112,4 +111,4 @@ def comment_statements() -> list[str]:
 @cache
 def library_hash() -> str:
     """Return a hash of the library, by which a store knows whether another version of kvcanary made it."""
-    return hashlib.sha256("".join(relation_statements(stored=True)).encode()).hexdigest()
+    return hashlib.sha256("".join([*base_statements(stored=True), *derived_statements()]).encode()).hexdigest()

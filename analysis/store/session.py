@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 
 from ..errors import AnalysisError, SqlError
-from .library import BASE, DERIVED, derived_statements, relation_statements, sql_file
+from .library import BASE, DERIVED, base_statements, derived_statements, sql_file
 from .live import FileStates, Interruptible, connect, file_states, make_raw_relations, plain_path, quoted
 from .sources import Source, find_sources, read_summary
 from .store import fresh_store
@@ -183,8 +183,9 @@ def open_sources(
                 opened = _attach(connection, list(zip(sources, stores, strict=True)), resources)
             else:
                 opened, states = make_raw_relations(connection, sources, resources)
-                for statement in relation_statements(stored=False):
+                for statement in base_statements(stored=False):
                     connection.execute(statement)
+                _derive(connection)
             if not unlocked:
                 _lock(connection, opened)
         except duckdb.Error as error:
@@ -196,6 +197,26 @@ def open_sources(
                 f"{named}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
             ) from None
         return SqlSession(connection, sources, resources.pop_all(), stored=all(stores), states=states)
+
+
+def _derive(connection: Any) -> None:
+    """Make views and macros over base views, which empty tables of the same columns stand for until then.
+
+    DuckDB binds all that a view or macro builds on, down to the files, whenever one is made: half of opening a report.
+    """
+    columns: dict[str, list[str]] = {name: [] for name in BASE}
+    asked = "select table_name, column_name, data_type from duckdb_columns() where not internal order by table_oid, column_index"
+    for name, column, kind in connection.execute(asked).fetchall():
+        if name in columns:
+            columns[name].append(f'"{column.replace(chr(34), chr(34) * 2)}" {kind}')
+    for name, shown in columns.items():
+        connection.execute(f"alter view {name} rename to _of_files_{name}")
+        connection.execute(f"create table {name} ({', '.join(shown)})")
+    for statement in derived_statements():
+        connection.execute(statement)
+    for name in BASE:
+        connection.execute(f"drop table {name}")
+        connection.execute(f"alter view _of_files_{name} rename to {name}")
 
 
 def _lock(connection: Any, opened: Sequence[str]) -> None:

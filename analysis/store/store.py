@@ -17,7 +17,7 @@ from ...recorder.files import is_regular, read_small_file, replace_file
 from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
 from ..incidents.schema import INCIDENTS_NAME
-from .library import BASE, comment_statements, library_hash, relation_statements
+from .library import BASE, base_statements, comment_statements, derived_statements, library_hash
 from .live import Interruptible, connect, file_states, is_plain, make_raw_relations, plain_path, private_folder
 from .sources import Source
 
@@ -130,7 +130,7 @@ def _fill(path: Path, source: Source, resources: ExitStack) -> None:
     interruptible = Interruptible(connection)
     try:
         _, states = make_raw_relations(connection, [source], resources)
-        for statement in relation_statements(stored=True):
+        for statement in (*base_statements(stored=True), *derived_statements()):
             interruptible.run(partial(connection.execute, statement))
         if file_states(states) != states:
             raise AnalysisError(f"{source.name}: the trace was changed while its store was made; run it again")
