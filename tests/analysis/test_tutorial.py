@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..support.places import ROOT
+from ..support.places import COMPILED_LOOPS, ROOT
 
 TEXT = (ROOT / "docs" / "guide" / "tutorial.md").read_text()
 
@@ -38,6 +38,7 @@ def test_every_command_does_what_the_page_shows(tmp_path):
         **{name: value for name, value in os.environ.items() if not name.startswith("KVCANARY_")},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        **COMPILED_LOOPS,
     }
     subprocess.run(["bash", "-c", "\n".join(script)], cwd=clone, env=environment, check=True)
     for number, (command, code, shown) in enumerate(every):

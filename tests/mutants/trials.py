@@ -141,7 +141,8 @@ class Trials:
         return ("killed", by) if by else ("survived", "")
 
     def first_failure(self, tests: Sequence[pytest.Item]) -> str:
-        for test, after in zip(tests, [*tests[1:], None], strict=True):
+        for number, test in enumerate(tests, 1):
+            after = tests[number] if number < len(tests) else None
             test.config.hook.pytest_runtest_protocol(item=test, nextitem=after)
             if self.failed:
                 return test.nodeid
@@ -161,7 +162,7 @@ class Trials:
         left = [test for test in tests if test.nodeid not in names]
         while left:
             # What kills the process, or skips all that follow, loses no more than the test that did.
-            self.forked(left, 1e6, partial(self.watch, left, kept))
+            self.forked([], 1e6, partial(self.watch, left, kept))
             done = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
             names = {line["test"] for line in done}
             before, left = left, [test for test in left if test.nodeid not in names]

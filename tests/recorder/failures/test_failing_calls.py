@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ...support.places import COMPILED_LOOPS, ROOT
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,10 @@ def run(library: Path, folder: Path, scenario: str, step: int, stay: bool, *opti
             *("--first", str(first), "--step", str(step), *(["--stay"] if stay else [])),
         ],
         cwd=ROOT,
-        env={**os.environ, **memory, "LD_PRELOAD": str(library), "XDG_CACHE_HOME": str(folder / "cache")},
+        env=os.environ
+        | memory
+        | COMPILED_LOOPS
+        | {"LD_PRELOAD": str(library), "XDG_CACHE_HOME": str(folder / "cache")},
         capture_output=True,
         text=True,
     )
