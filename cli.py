@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "record": ("recorder.cli.record", "record_command", "Run an engine with the recorder on."),
     "recover": ("recorder.cli.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("", "", "Replay traces and judge them (kvcanary-replay)."),
+    "shrink": ("analysis.cli.shrink", "shrink_command", "Cut a trace down to what shows one incident, for an issue."),
     "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),
     "triage": ("analysis.cli.triage", "triage_command", "Answer the questions asked of every damage."),
@@ -107,6 +108,7 @@ From a production trace to a verdict:
   kvcanary sql trace.report          any other question, in SQL
   kvcanary diff good.arrow bad.arrow where two runs of one workload part first
   kvcanary bisect traces/*.arrow     which engine version brought it
+  kvcanary shrink trace.arrow        the smallest part that shows an incident, for an issue
   kvcanary recover torn.arrow        save what is whole of a torn trace
 """
 

@@ -248,6 +248,16 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shrunk:
+    """What a trace is the smallest part of: a recording of so many events, and one incident of it."""
+
+    events: Count = 0
+    forwards: Count = 0
+    requests: Count = 0
+    incident: Text = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
     """Everything a reader must know before the first event.
 
@@ -255,7 +265,8 @@ class TraceHeader:
     "decode" if the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict, hand-over
     to the prefix cache and request status is recorded. `sweep_interval`: the prefix cache is walked every so many forwards
     of the first runner, 0 never. `tokens` is "hashed" if salted hashes stand in place of token ids; `salt_id` is the same
-    for all traces hashed with one salt. `segment` is None for a trace of one file. `not_watched`: of what no verdict speaks.
+    for all traces hashed with one salt. `segment` is None for a trace of one file. `not_watched`: of what no verdict speaks. `shrunk`: not None for a part of a
+    recording that `kvcanary shrink` made.
     """
 
     format_major: int = schema.FORMAT_MAJOR
@@ -284,6 +295,7 @@ class TraceHeader:
     segment: Segment | None = None
     not_watched: Annotated[tuple[NotWatched, ...], Meta(max_length=schema.MAX_NOT_WATCHED)] = ()
     notes: tuple[Text, ...] = ()
+    shrunk: Shrunk | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything a replay could not stand on."""

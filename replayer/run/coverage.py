@@ -185,6 +185,9 @@ def _left_out(header: TraceHeader) -> list[Watched]:
     groups = {group.name for group in header.groups}
     runners = {runner.name for runner in header.runners}
     rows = []
+    if header.shrunk is not None:
+        words = f"all but what shows one incident of {header.shrunk.events:,} events (kvcanary shrink)"
+        rows.append(Watched("shrunk", "", 0, None, "it is a part of a recording", words))
     for entry in header.not_watched:
         if entry.name in {"layers": groups, "bytes": groups, "submitted": runners}.get(entry.what, ()):
             continue

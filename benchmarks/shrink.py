@@ -1,0 +1,137 @@
+"""Shrink every trace in data/ that shows an incident: what is left of it, and how many replays that took.
+
+    python benchmarks/shrink.py [--seconds 60] [--only NAME] [--write]
+    python benchmarks/shrink.py --requests 10000 --seconds 600
+
+--write puts the table into docs/results/shrink.md. --requests makes a trace of so many requests by the simulated engine, with a
+fault put into it after three quarters of its forwards, and shrinks that. Exit status: 0 if each first incident was shrunk,
+1 if not.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import numpy as np
+from kvcanary.analysis.shrink.shrink import NothingToShrinkError, ShrinkResult, shrink
+from kvcanary.recorder.engines.simulated.config import EngineConfig
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.engines.simulated.workloads import RandomWorkload
+from kvcanary.recorder.errors import TraceError
+from kvcanary.replayer.lab.effect import Clock, Probe
+from kvcanary.replayer.lab.fault import Bench
+from kvcanary.replayer.lab.faults import FAULTS
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs" / "results" / "shrink.md"
+FAULT: Final = "free_too_early"
+FOLDERS: Final = ("corpus", "simulated", "sglang", "vllm", ".")
+
+
+def traces(only: str) -> list[Path]:
+    """Return the traces in data/, clean ones too."""
+    found = [path for folder in FOLDERS for path in sorted((ROOT / "data" / folder).glob("*.arrow"))]
+    return [path for path in found if only in path.stem and "clean" not in path.stem]
+
+
+def row(result: ShrinkResult) -> str:
+    """Return a line of the table."""
+    before, after = result.before, result.after
+    cells = [Path(result.trace).stem, result.incident["kind"]]
+    names = ("events", "forwards", "requests", "tokens")
+    cells += [f"{getattr(before, name):,} → {getattr(after, name):,}" for name in names]
+    cells += [f"{before.bytes / 1000:,.0f} → {after.bytes / 1000:,.0f}", str(result.replays)]
+    cells.append("time" if result.stopped else "")
+    return "| " + " | ".join(cells) + " |"
+
+
+def page(results: list[ShrinkResult], failed: list[str], seconds: float) -> str:
+    """Return docs/results/shrink.md."""
+    left = [result.after.events / result.before.events for result in results]
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, shared with other work"
+    lines = [
+        "# Shrinking the traces in data/",
+        "",
+        "Made by",
+        "",
+        f"    python benchmarks/shrink.py --seconds {seconds:g} --write",
+        "",
+        (
+            f"on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()}, {machine}; do not edit. For each trace that shows an "
+            "incident, the smallest one found that shows its first incident again, proven by a last replay under other names. "
+            "A file has some 30 kB however little is in it: the format's columns."
+        ),
+        "",
+        f"- {len(results)} of {len(results) + len(failed)} were shrunk",
+        f"- events left: half of them keep {median(left):.1%} or less, the worst {max(left):.0%}" if left else "",
+        "",
+        "| trace | kind | events | forwards | requests | tokens | kB | replays | ended by |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        *(row(result) for result in results),
+        "",
+        "ended by: `time` if the time was over before no single event could be left out any more.",
+    ]
+    if failed:
+        lines += ["", "## Not shrunk", "", *(f"- {line}" for line in failed)]
+    return "\n".join(lines) + "\n"
+
+
+def large(requests: int, folder: Path) -> Path:
+    """Record a trace of many requests, in which a slot is given back while it is in use."""
+    path, clock = folder / f"{requests}-requests.arrow", Clock()
+    workload = RandomWorkload(requests=requests, prompt_tokens=200, output_tokens=60)
+    with SimulatedEngine(EngineConfig(page_size=16, num_pages=2000, max_running=64, rows=65), workload, path) as engine:
+        probe = Probe(engine, clock)
+        # A request takes some two forwards of a batch of this size; three quarters of the way are well behind the start.
+        bench = Bench(FAULT, engine, probe, clock, np.random.default_rng(0), starts_at=requests * 3 // 4)
+        FAULTS[FAULT].arm(bench)
+        try:
+            while engine.step():
+                bench.stepped()
+        except Exception as error:  # noqa: BLE001  # an engine with damaged books may fail in any way
+            print(f"the engine broke down: {error}")
+    if not bench.injections:
+        raise SystemExit(f"the fault did not happen in {clock.now:,} forwards; take more requests")
+    print(
+        f"{path.stat().st_size / 1e6:,.0f} MB, {clock.now:,} forwards, fault in forward {bench.injected_at:,}",
+        flush=True,
+    )
+    return path
+
+
+def main() -> None:
+    """Shrink, print, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    results: list[ShrinkResult] = []
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        given = [large(args.requests, Path(folder))] if args.requests else traces(args.only)
+        for trace in given:
+            try:
+                results.append(shrink([trace], Path(folder) / f"small-{trace.name}", seconds=args.seconds))
+            except NothingToShrinkError as error:
+                if "shows no incident" not in str(error):
+                    failed.append(f"{trace.stem}: {str(error).partition(': ')[2]}")
+                print(error, flush=True)
+            except TraceError as error:
+                print(error, flush=True)
+            else:
+                print(row(results[-1]), f"{results[-1].seconds:.0f} s", flush=True)
+    if args.write:
+        PAGE.write_text(page(results, failed, args.seconds))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Shrinking: the same incident out of far less, nothing of the prompts, and no part of a clean trace that is not clean."""
+
+import json
+import random
+
+import pytest
+from kvcanary.analysis.shrink.cutting import Cutter
+from kvcanary.analysis.shrink.parts import members_of, views_of
+from kvcanary.analysis.shrink.proof import show, show_part
+from kvcanary.analysis.shrink.shrink import shrink
+from kvcanary.cli import main
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.replayer.run.streams import SegmentStream
+
+from ...support.places import DATA
+
+BROKEN = DATA / "corpus" / "vllm-same_block_twice.arrow"
+CLEAN = DATA / "corpus" / "vllm-clean-llama.arrow"
+
+
+def held(trace):
+    """All tokens, and all texts, that a trace holds."""
+    with TraceReader(trace) as reader:
+        batches = list(reader.stream())
+        tokens = {
+            t for batch in batches for name in ("input_ids", "sampled_tokens") for t in batch.values(name).tolist()
+        }
+        texts = {text for batch in batches for name in ("name", "peer", "labels") for text in batch.strings(name)}
+        return tokens - {-1}, texts - {""}, reader.header
+
+
+def test_one_incident_out_of_far_less_and_nothing_of_the_prompts(tmp_path):
+    small = tmp_path / "small.arrow"
+    result = shrink([BROKEN], small, seconds=1)  # those who wrote and read the slots come first, and are few
+    assert result.after.events < result.before.events / 4 and result.after.requests < result.before.requests
+    [whole], [part] = (show([path]).incidents for path in (BROKEN, small))
+    same = ("kind", "branch", "first_forward", "mode")
+    assert {name: whole[name] for name in same} == {name: part[name] for name in same}
+    tokens, texts, header = held(small)
+    assert not tokens & held(BROKEN)[0] and all(text.startswith("request-") for text in texts)
+    assert header.shrunk.events == result.before.events and header.tokens == "hashed"
+    assert "kvcanary shrink" in " ".join(row.words for row in show([small]).summary.coverage)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_part_of_a_clean_trace_shows_anything(tmp_path, seed):
+    stream, chance = SegmentStream([CLEAN]), random.Random(seed)
+    whole = Cutter(stream.header, lambda *_: True, None).cut(views_of(stream.stream()))
+    kept = {(n, m): chance.random() < 0.8 for view, n in whole.views() for m in members_of(view)}
+    part = Cutter(stream.header, lambda number, member, _: kept.get((number, member), True), None).cut(whole.views())
+    shown = show_part(part, tmp_path)
+    assert len(part.events) < len(whole.events)
+    assert (shown.violations, shown.findings, shown.summary.gaps) == ([], [], [])
+
+
+def test_interrupted_it_keeps_the_smallest_so_far(tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    result = shrink([BROKEN], tmp_path / "small.arrow", on_trial=interrupt)
+    assert result.stopped == "interrupted" and show([tmp_path / "small.arrow"]).incidents
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([CLEAN, "-o", "new.arrow"], 125, "no incident, so there is nothing to shrink"),
+        ([BROKEN, "-o", "new.arrow", "--incident", "9"], 2, "has 1 incident(s), no number 9"),
+        ([BROKEN, "-o", "there.arrow"], 2, "exists; pass --force"),
+        (["none.arrow"], 2, "none.arrow"),
+    ],
+)
+def test_what_cannot_be_shrunk_is_said(tmp_path, monkeypatch, capsys, arguments, code, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.arrow").touch()
+    with pytest.raises(SystemExit) as end:
+        main(["shrink", "--json", *map(str, arguments)])
+    assert end.value.code == code and says in json.loads(capsys.readouterr().out)["error"]
+    assert [path.name for path in tmp_path.iterdir()] == ["there.arrow"]
