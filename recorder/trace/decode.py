@@ -21,7 +21,7 @@ ARROW_ERRORS: Final = (pa.ArrowException, OSError, MemoryError, ValueError, Type
 _MAX_DIGITS: Final = 19
 _OWN_SCHEMA: Final = keys.trace_schema()
 LARGE_BYTES: Final = 4 << 20  # threads are not worth their start for less of a file
-_AHEAD: Final = 2  # batches in flight, each no larger in the file than the next: memory has a bound
+AHEAD: Final = 2  # batches in flight, each no larger in the file than the next: memory has a bound
 _AHEAD_BYTES: Final = 16 << 20
 # In Arrow's threads a request for memory that fails would end the process.
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
@@ -112,7 +112,7 @@ class BatchDecoder:
     def __init__(self, source: TraceBytes, schema: pa.Schema, *, ahead: bool = True) -> None:
         self._source, self._names, self._forms = source, schema.names, column_forms(schema)
         self._pending: dict[int, tuple[Frame, Future[TraceBatch]]] = {}
-        workers = min(_AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        workers = min(AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         threads = ahead and source.size() >= LARGE_BYTES and workers > 1
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
         self._head = schema.serialize().to_pybytes()  # the message before a batch in a stream
@@ -178,7 +178,7 @@ class BatchDecoder:
     def _look_ahead(self, frame: Frame, limit: int, threads: ThreadPoolExecutor) -> None:
         self._pending = {start: other for start, other in self._pending.items() if start >= frame.end}
         position = max((other.end for other, _ in self._pending.values()), default=frame.end)
-        while len(self._pending) < _AHEAD:
+        while len(self._pending) < AHEAD:
             try:
                 other = read_frame(self._source, position, limit)
             except FramingError:  # the walk reports it when it comes there

@@ -201,6 +201,26 @@ def test_every_array_may_be_strided(op: Any, make: Any, name: str) -> None:
     assert strided[name].tobytes() == good[name].tobytes()
 
 
+RESULTS = {
+    plan: {"out_of_range"},
+    verify: {"slot_counter", "kernel_counter"},
+    write: {"canary", "slot_counter", "kernel_counter"},
+    scatter: {"pool", "out_of_range"},
+    oracle_tokens: {"out"},
+}
+
+
+@pytest.mark.parametrize(("op", "make", "name"), ARRAYS)
+def test_only_what_results_go_to_must_be_writable(op: Any, make: Any, name: str) -> None:
+    given = make()
+    given[name] = readonly(given[name])
+    if name in RESULTS[op]:
+        with pytest.raises(ValueError, match="read-only"):
+            op(**given)
+    else:
+        op(**given)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -95,7 +95,7 @@ def test_no_more_than_a_few_are_in_flight(traces: Any, monkeypatch: pytest.Monke
         stream = reader.stream()
         for number in range(1, 5):
             assert next(stream) is not None
-            assert len(starts) <= number + decode._AHEAD
+            assert len(starts) <= number + decode.AHEAD
         stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode ahead")]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvcanary.recorder.capture.forward_input import AttentionInput, TableRead
-from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.writing.outbox import Outbox
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .scene import Part, Scene, told
@@ -141,9 +141,9 @@ def _findings(path: Path, executor: str, folder: Path) -> list[tuple]:
 def test_columns_that_contradict_one_another_make_the_event_unusable(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, column: str, values: list[int]
 ) -> None:
-    put = Recorder._put
+    put = Outbox.put
 
-    def bent(self: Recorder, event: Any) -> bool:
+    def bent(self: Outbox, event: Any) -> bool:
         if event.kind == "forward" and "attention_seq_lens" in event.ints:
             event.ints["attention_group"] = np.array([1 if column == "attention_group" else 0])
             event.ints |= {f"attention_{n}": np.array([0]) for n in ("request", "start")}
@@ -152,7 +152,7 @@ def test_columns_that_contradict_one_another_make_the_event_unusable(
                 event.ints[column] = np.array(values) + (column == "attention_group")
         return put(self, event)
 
-    monkeypatch.setattr(Recorder, "_put", bent)
+    monkeypatch.setattr(Outbox, "put", bent)
     scene.start(7, 1, [3, 4, 5])
     _decode(scene, 3, 6, seq_lens=[4])
     summary, rows = scene.report("attention_lens", "attention_slots")
