@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3Config,
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
@@ -43,6 +44,11 @@ _SHAPE = {
 def llama() -> PreTrainedConfig:
     """Return two full-attention layers."""
     return LlamaConfig(**_SHAPE, num_hidden_layers=2)
+
+
+def qwen3() -> PreTrainedConfig:
+    """Return three full-attention layers whose keys and queries are normed."""
+    return Qwen3Config(**_SHAPE, num_hidden_layers=3)
 
 
 def gemma3() -> PreTrainedConfig:

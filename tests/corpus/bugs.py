@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Of the modules with what was held out.
+ROUNDS = ("held_out", "second_round")
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
 
@@ -30,9 +32,9 @@ class Bug:
     patch: Callable[[Fired], None]
 
     @property
-    def held_out(self) -> bool:
-        """Whether it was recorded before any rule was looked at, and judged first by the rules of that day."""
-        return "held_out" in self.patch.__module__
+    def held_out(self) -> int:
+        """The round in which it was recorded before any rule was run on it; 0 if the rules were written with it at hand."""
+        return next((n for n, word in enumerate(ROUNDS, 1) if word in self.patch.__module__), 0)
 
     @property
     def trace(self) -> str:

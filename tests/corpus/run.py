@@ -4,7 +4,7 @@
     python tests/corpus/run.py --only short_hash        # engines only for bugs whose name contains this
     python tests/corpus/run.py --replay                 # no engine: the traces in data/corpus, and the page
 
-Each bug is a patch of the running engine (vllm_bugs.py, sglang_bugs.py, transformers_bugs.py) that leaves a mark before
+Each bug is a patch of the running engine (vllm_*_bugs.py, sglang_*_bugs.py ...) that leaves a mark before
 the first forward that reads the damage; the replay does not look at marks. Each setup runs without a bug, too.
 """
 
@@ -26,19 +26,24 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
+import nano_second_round_bugs  # noqa: E402, F401
 import sglang_bugs  # noqa: E402, F401
 import sglang_held_out_bugs  # noqa: E402, F401
+import sglang_second_round_bugs  # noqa: E402, F401
 import transformers_bugs  # noqa: E402, F401
 import transformers_held_out_bugs  # noqa: E402, F401
+import transformers_second_round_bugs  # noqa: E402, F401
 import vllm_bugs  # noqa: E402, F401
 import vllm_held_out_bugs  # noqa: E402, F401
+import vllm_second_round_bugs  # noqa: E402, F401
+import vllm_worker_bugs  # noqa: E402, F401
 from bugs import BUGS, H200, Bug, link  # noqa: E402
 
 DATA = ROOT / "data" / "corpus"
 ANSWERS = DATA / "answers.json"  # by trace: whether the bug changed what was answered
 FIRST_TRY = DATA / "held-out.json"  # by trace: what the rules said before they were mended
 PAGE = ROOT / "docs" / "results" / "real-bugs.md"
-PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv"}
+PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv", "nano": ".venv"}
 SWITCHES = (
     "`SGLANG_DEBUG_REVERT_PR` takes back six mends in 0.5.23. Each is about drafts, which the attention that runs on the CPU does "
     "not have. 25015 and 26329 were recorded with 0.5.16 on an H200. 26972 (rows too short near the longest context) does not fit "

@@ -26,6 +26,8 @@ SETUPS = {
     "llama-weights": ("llama", 1, 512, False, 4, False),
     "hybrid-page16": ("mellum_hybrid", 16, 512, False, 4, False),
     "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
+    "recurrent": ("lfm2", 1, 512, False, 4, False),
+    "llama-page16": ("llama", 16, 512, False, 3, False),
 }
 
 
@@ -56,11 +58,14 @@ def fired_in(forward: list[int]):
 def generate(setup: str, folder: Path) -> None:
     """Start the engine, let it answer seeded random prompts, some of which share a prefix, and shut it down."""
     from engine import CPU_ENGINE, MODELS, retract_now_and_then
+    from request_kinds import use_plain_convolutions
     from sglang.srt.entrypoints.engine import Engine
 
     model, page, slots, overlap, most, retracts = SETUPS[setup]
     if retracts:
         retract_now_and_then()
+    if model == "lfm2":
+        use_plain_convolutions()
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -77,6 +82,8 @@ def generate(setup: str, folder: Path) -> None:
 
     shared = tokens(20)
     prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
+    if setup == "llama-page16":  # short ones, one at a time
+        prompts.append(tokens(7))
     if setup == "llama-twins":  # asked at the same time
         prompts[:2] = [prompts[1][:12]] * 2
     again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2], prompts[1] + tokens(3)]
@@ -99,6 +106,7 @@ def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
     import sglang_bugs  # noqa: F401
     import sglang_held_out_bugs  # noqa: F401
+    import sglang_second_round_bugs  # noqa: F401
     from bugs import BUGS
     from engine import ENVIRONMENT, forked
 

@@ -29,7 +29,7 @@ def fired_in(forward: list[int]):
 def generate(setup: str, folder: Path) -> None:
     """Run seeded requests, some of which share a prefix, through the engine."""
     import driver
-    from driver import Request, gemma3, llama, random_prompt, record
+    from driver import Request, gemma3, llama, qwen3, random_prompt, record
 
     shared = random_prompt(1, 30)
     requests = [
@@ -46,7 +46,7 @@ def generate(setup: str, folder: Path) -> None:
     batching = {"num_blocks": 96, "max_batch_tokens": 40}
     if setup.endswith("page16"):
         driver.PAGE_SIZE = 16
-    if setup.startswith(("few", "offload")):
+    if setup.startswith(("few", "offload", "forks-few")):
         blocks = 8 if setup.endswith("page16") else 14
         batching = {"num_blocks": blocks, "max_batch_tokens": 40, "safety_margin": 0.0}
         if setup.startswith("offload"):
@@ -61,7 +61,7 @@ def generate(setup: str, folder: Path) -> None:
             kept = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
             offloading_manager.torch = SimpleNamespace(**{**kept, "empty": unpinned})
             batching["cpu_offload_space"] = 0.01
-    model = gemma3() if setup.startswith("hybrid") else llama()
+    model = gemma3() if setup.startswith("hybrid") else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)
     (folder / "tokens.json").write_text(json.dumps(answers))
@@ -84,6 +84,7 @@ def run(name: str, folder: Path) -> int:
             else:
                 import transformers_bugs  # noqa: F401
                 import transformers_held_out_bugs  # noqa: F401
+                import transformers_second_round_bugs  # noqa: F401
                 from bugs import BUGS
 
                 BUGS[name].patch(fired_in([]))

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 CONFORMANCE = HERE.parent / "conformance" / "vllm"
@@ -15,6 +16,14 @@ sys.path[:0] = [str(HERE), str(CONFORMANCE)]
 
 FEW = {"num_gpu_blocks_override": 9}
 EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    }
+}
 LOADS = {
     "kv_connector": "HostConnector",
     "kv_connector_module_path": "host_connector",
@@ -38,6 +47,11 @@ SETUPS = {
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
+    "recurrent": ("lfm2", {}),
+    "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "hybrid-halves": ("hybrid", {}),
+    "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
+    "mla": ("mla", {"block_size": 16, "num_gpu_blocks_override": 128, "max_num_seqs": 4}),
 }
 
 
@@ -64,7 +78,7 @@ def generate(setup: str, folder: Path) -> None:
 
     model, arguments = SETUPS[setup]
     arguments = dict(arguments)
-    if "speculative_config" in arguments:
+    if "model" in arguments.get("speculative_config", {}):
         arguments["speculative_config"] = {
             **EAGLE["speculative_config"],
             "model": str(CONFORMANCE / "models" / "eagle"),
@@ -106,6 +120,13 @@ def generate(setup: str, folder: Path) -> None:
         prompts[3] = tokens(80)
         prompts[0] = shared + tokens(40)
         batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
+    if setup == "hybrid-halves":  # that go apart in the middle of a block
+        batches = [prompts, [prompts[0][:48] + tokens(30), shared[:20] + tokens(40)], again]
+    if setup == "qwen-ngram":
+        prompts[1] = tokens(6) * 6
+    lora: list = [None] * len(batches)
+    if setup == "llama-lora":
+        lora = [adapter(folder, 1), adapter(folder, 2)]
     outputs = []
     for number, batch in enumerate(batches):
         if number and "kv_transfer_config" in arguments:
@@ -117,9 +138,32 @@ def generate(setup: str, folder: Path) -> None:
         given = [{"prompt_token_ids": prompt} for prompt in batch]
         if setup == "llama-salts":
             given = [{**one, "cache_salt": f"tenant {i % 2 + number}"} for i, one in enumerate(given)]
-        outputs += [list(o.outputs[0].token_ids) for o in llm.generate(given, sampling, use_tqdm=False)]
+        outputs += [
+            list(o.outputs[0].token_ids)
+            for o in llm.generate(given, sampling, use_tqdm=False, lora_request=lora[number])
+        ]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()
+
+
+def adapter(folder: Path, number: int) -> Any:
+    """Write an adapter of random weights for the tiny Llama; return what a request names it by: all have one name."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    place = folder / f"adapter{number}"
+    place.mkdir()
+    shape = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA", "bias": "none"}
+    (place / "adapter_config.json").write_text(json.dumps({**shape, "base_model_name_or_path": "llama"}))
+    drawn, weights = torch.Generator().manual_seed(number), {}
+    for layer in range(3):
+        for name, width in (("q_proj", 192), ("v_proj", 64)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora"
+            weights[f"{at}_A.weight"] = torch.randn(8, 96, generator=drawn)
+            weights[f"{at}_B.weight"] = torch.randn(width, 8, generator=drawn)
+    save_file(weights, place / "adapter_model.safetensors")
+    return LoRARequest("tenant", number, str(place))
 
 
 def run(name: str, folder: Path) -> int:
@@ -129,6 +173,8 @@ def run(name: str, folder: Path) -> int:
 
     import vllm_bugs  # noqa: F401
     import vllm_held_out_bugs  # noqa: F401
+    import vllm_second_round_bugs  # noqa: F401
+    import vllm_worker_bugs  # noqa: F401
     from bugs import BUGS
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 from bugs import Fired, bug, replaces
-from vllm_bugs import _before_forward, _when_adopted
+from vllm_marks import before_forward, when_adopted, when_allocated
 
 
 @bug("tenstorrent/tt-metal#55630", "llama-page64", "slot_mapping", origin="tt-metal")
@@ -106,8 +106,8 @@ def idle_step_writes_stale_row(fired: Fired) -> None:
                 for block in stale:
                     cache[block].fill_(0.25)
 
-    _before_forward(look)
-    _when_adopted(stale, fired)
+    before_forward(look)
+    when_adopted(stale, fired)
 
 
 @bug("llm-d/llm-d-router#1494", "llama-salts", "adapter_not_in_key", origin="llm-d")
@@ -115,23 +115,16 @@ def salt_left_out(fired: Fired) -> None:
     """The salt that keeps tenants apart is not part of a block's key. A request joins blocks of another tenant with the same
     prompt."""
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     kv_cache_utils.generate_block_hash_extra_keys = lambda request, start, end, mm: (None, mm)
     salts: dict[int, str] = {}
 
-    @replaces(KVCacheManager, "allocate_slots")
-    def allocate_slots(before, manager, request, *args, **kwargs):
-        given = before(manager, request, *args, **kwargs)
-        blocks = kwargs.get("new_computed_blocks")
-        if given is not None:
-            hit = [b.block_id for b in (blocks.blocks[0] if blocks is not None else ())]
-            if any(salts.get(b, request.cache_salt) != request.cache_salt for b in hit):
-                fired()
-            table = manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
-            for block in table[len(hit) :]:
-                salts[block.block_id] = request.cache_salt
-        return given
+    def look(request, hit, table):
+        if any(salts.get(b, request.cache_salt) != request.cache_salt for b in hit):
+            fired()
+        salts.update({block.block_id: request.cache_salt for block in table[len(hit) :]})
+
+    when_allocated(look)
 
 
 @bug("jjang-ai/vmlx#198", "llama-few", "page_given_twice", "eviction_of_locked_page", origin="vmlx")
@@ -170,7 +163,6 @@ def only_last_block_in_key(fired: Fired) -> None:
     """The key of a list of blocks is its last block's and their number, and what came before is not in it. A request joins a
     block of its own tokens that was computed behind another prompt."""
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     @replaces(kv_cache_utils, "hash_block_tokens")
     def hash_block_tokens(before, function, parent, tokens, extra=None):
@@ -178,20 +170,14 @@ def only_last_block_in_key(fired: Fired) -> None:
 
     behind: dict[int, tuple] = {}
 
-    @replaces(KVCacheManager, "allocate_slots")
-    def allocate_slots(before, manager, request, *args, **kwargs):
-        given = before(manager, request, *args, **kwargs)
-        blocks = kwargs.get("new_computed_blocks")
-        if given is not None:
-            hit = [b.block_id for b in (blocks.blocks[0] if blocks is not None else ())]
-            ids = tuple(request.all_token_ids)
-            for place, block in enumerate(hit):
-                if behind.get(block) != ids[: (place + 1) * 32]:
-                    fired()
-            table = manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
-            for place in range(len(hit), len(table)):
-                behind[table[place].block_id] = ids[: (place + 1) * 32]
-        return given
+    def look(request, hit, table):
+        ids = tuple(request.all_token_ids)
+        if any(behind.get(block) != ids[: (place + 1) * 32] for place, block in enumerate(hit)):
+            fired()
+        for place in range(len(hit), len(table)):
+            behind[table[place].block_id] = ids[: (place + 1) * 32]
+
+    when_allocated(look)
 
 
 @bug("ggml-org/llama.cpp#12160", "llama-parts", "tokens_truncated_hash_kept", "position_off", origin="llama.cpp")
@@ -243,7 +229,7 @@ def freed_block_prepended(fired: Fired) -> None:
                 table.block_table.np[row, 0] = gone[0]
                 fired()
 
-    _before_forward(look)
+    before_forward(look)
 
 
 @bug("vllm-project/vllm#9730", "llama-eagle", "chunk_tail_predicted_token", recorded=False)

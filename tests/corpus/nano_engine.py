@@ -1,0 +1,104 @@
+"""Runs nano-vllm for the corpus: with one bug, or with none. NANO_VLLM names a clone of github.com/GeeeekExplorer/nano-vllm.
+
+python nano_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "nano_vllm")]
+
+# tokens of a block, blocks
+SETUPS = {"nano": (8, 28), "nano-few": (8, 12), "nano-page16": (16, 24)}
+
+
+def fired_in(engines: list):
+    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
+    forward: list[int] = []
+
+    def fired() -> None:
+        if not forward and engines:
+            recorder = engines[0].recorder
+            forward.append(int(recorder.next_forward))
+            recorder.mark("real bug", {"forward": forward[0]})
+
+    return fired
+
+
+def generate(setup: str, folder: Path, engines: list) -> None:
+    """Answer seeded random prompts, some of which share a prefix."""
+    import engine as real
+
+    rng = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1, 97) for _ in range(count)]
+
+    (folder / "traces").mkdir(parents=True, exist_ok=True)
+    made = real.Engine(folder / "traces" / "trace.arrow")
+    engines.append(made)
+    first = tokens(20)
+    shared = tokens(17)
+    asked = {
+        0: [(first, 12), (shared + tokens(9), 10), (tokens(5), 14)],
+        3: [(first + tokens(6), 10)],
+        9: [(shared + tokens(4), 12), (tokens(30), 9)],
+        24: [(first[:19], 8), (shared + tokens(12), 8), (tokens(21), 12)],
+        40: [(first + tokens(9), 8), (shared + tokens(3), 8)],
+    }
+    answers = []
+    for step in range(400):
+        for prompt, count in asked.pop(step, ()):
+            made.add("", prompt, count)
+            answers.append(made.llm.scheduler.waiting[-1])
+        if not made.step() and not asked:
+            break
+    (folder / "tokens.json").write_text(json.dumps([one.completion_token_ids for one in answers]))
+    made.close()
+
+
+def run(name: str, folder: Path) -> int:
+    """Run one bug, or a setup without any; return the exit status."""
+    import engine as real
+    import nano_second_round_bugs  # noqa: F401
+    from bugs import BUGS
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            setup = name.removeprefix("clean:") if name.startswith("clean:") else BUGS[name].setup
+            real.BLOCK, real.BLOCKS = SETUPS[setup]
+            real._stand_ins()
+            engines: list = []
+            if not name.startswith("clean:"):
+                BUGS[name].patch(fired_in(engines))
+            generate(setup, folder, engines)
+            status = 0
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+            for one in engines:
+                one.close()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    os.environ["KVCANARY_COMPRESSION"] = "zstd"
+    sys.path.insert(0, os.environ["NANO_VLLM"])
+    for one in sys.argv[2:]:
+        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)
