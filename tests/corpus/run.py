@@ -3,6 +3,7 @@
     python tests/corpus/run.py                          # everything: engines, replays, docs/results/real-bugs.md
     python tests/corpus/run.py --only short_hash        # engines only for bugs whose name contains this
     python tests/corpus/run.py --replay                 # no engine: the traces in data/corpus, and the page
+    python tests/corpus/run.py --into FOLDER            # record it all anew there; data/corpus and the page stay
 
 Each bug is a patch of the running engine (vllm_*_bugs.py, sglang_*_bugs.py ...) that leaves a mark before
 the first forward that reads the damage; the replay does not look at marks. Each setup runs without a bug, too.
@@ -40,7 +41,7 @@ import vllm_worker_bugs  # noqa: E402, F401
 from bugs import BUGS, H200, Bug, link  # noqa: E402
 
 DATA = ROOT / "data" / "corpus"
-ANSWERS = DATA / "answers.json"  # by trace: whether the bug changed what was answered
+ANSWERS = "answers.json"  # by trace: whether the bug changed what was answered
 FIRST_TRY = DATA / "held-out.json"  # by trace: what the rules said before they were mended
 PAGE = ROOT / "docs" / "results" / "real-bugs.md"
 PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv", "nano": ".venv"}
@@ -92,9 +93,9 @@ def look(trace: Path) -> tuple[int, Any, list[dict[str, Any]]]:
     return (marks[0] if marks else -1), summary, rows
 
 
-def outcome(bug: Bug) -> Outcome:
+def outcome(bug: Bug, data: Path = DATA) -> Outcome:
     """Replay a bug's saved trace."""
-    reads, _, rows = look(DATA / f"{bug.trace}.arrow")
+    reads, _, rows = look(data / f"{bug.trace}.arrow")
     reads = max(reads, bug.reads)
     first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
     return Outcome(
@@ -110,38 +111,43 @@ def outcome(bug: Bug) -> Outcome:
     )
 
 
-def record(bugs: list[Bug]) -> None:
-    """Run the engines with and without each bug; keep the traces, and whether the answers differ."""
-    answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
+def record(bugs: list[Bug], data: Path) -> None:
+    """Run the engines with and without each bug; keep the traces in `data`, and whether the answers differ."""
+    answers = json.loads((data / ANSWERS).read_text()) if (data / ANSWERS).exists() else {}
     for engine, folder in PYTHON.items():
         mine = [bug for bug in bugs if bug.engine == engine and bug.setup != H200]
+        if engine == "nano" and mine and "NANO_VLLM" not in os.environ:
+            print("nano-vllm was left out: NANO_VLLM does not name a clone of github.com/GeeeekExplorer/nano-vllm")
+            continue
         names = [bug.trace for bug in mine] + [f"clean:{setup}" for setup in sorted({bug.setup for bug in mine})]
         with tempfile.TemporaryDirectory() as place:
             for first in range(0, len(names), AT_ONCE):
                 command = [str(ROOT / folder / "bin" / "python"), str(HERE / f"{engine}_engine.py"), place]
-                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
+                # This tree's package and nothing else: an engine has libraries of its own.
+                ours = os.pathsep.join(p for p in sys.path if (Path(p) / "kvcanary" / "recorder").is_dir())
+                environment = {**os.environ, "PYTHONPATH": ours}
                 subprocess.run([*command, *names[first : first + AT_ONCE]], check=True, env=environment, cwd=ROOT)
             for name in names:
-                keep(Path(place) / name.replace(":", "-"), name if ":" not in name else f"{engine}-{name}")
+                keep(Path(place) / name.replace(":", "-"), data / (name if ":" not in name else f"{engine}-{name}"))
             for bug in mine:  # an engine that gave no answers was changed, too
                 said, right = (Path(place) / n / "tokens.json" for n in (bug.trace, f"clean-{bug.setup}"))
                 answers[bug.trace] = not said.exists() or said.read_text() != right.read_text()
-    ANSWERS.write_text(json.dumps(dict(sorted(answers.items())), indent=1) + "\n")
+    (data / ANSWERS).write_text(json.dumps(dict(sorted(answers.items())), indent=1) + "\n")
 
 
-def keep(run: Path, name: str) -> None:
+def keep(run: Path, where: Path) -> None:
     """Keep a run's trace: the first, which is the only one of these engines."""
     traces = sorted((run / "traces").glob("*.arrow"))
     if not traces:
-        raise SystemExit(f"{name}: no trace; {(run / 'log').read_text()[-2000:]}")
-    target = DATA / f"{name.replace(':', '-')}.arrow"
+        raise SystemExit(f"{where.name}: no trace; {(run / 'log').read_text()[-2000:]}")
+    target = where.with_name(f"{where.name.replace(':', '-')}.arrow")
     shutil.copyfile(traces[0], target)
     target.chmod(0o644)  # a trace is private to its owner; these are made to be read
 
 
 def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
     """Return the text of docs/results/real-bugs.md."""
-    answers = json.loads(ANSWERS.read_text())
+    answers = json.loads((DATA / ANSWERS).read_text())
     judged = [o for o in outcomes if o.effective]
     right = [o for o in judged if o.right]
     late = [o for o in judged if not 0 <= o.found <= o.reads]
@@ -291,20 +297,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="record only bugs whose name contains this")
     parser.add_argument("--replay", action="store_true", help="record nothing, replay what is saved")
+    parser.add_argument(
+        "--into", type=Path, help="record into this folder; print what is not right there, and write no page"
+    )
     parser.add_argument("--lab-seeds", type=int, default=3, help="trials of each lab fault for the reliability table")
     args = parser.parse_args()
+    bugs = [bug for bug in BUGS.values() if args.only in bug.trace]
+    if args.into:
+        args.into.mkdir(parents=True, exist_ok=True)
+        record(bugs, args.into)
+        return wrong([outcome(bug, args.into) for bug in bugs if (args.into / f"{bug.trace}.arrow").exists()])
     if not args.replay:
-        record([bug for bug in BUGS.values() if args.only in bug.trace])
+        record(bugs, DATA)
     outcomes = [outcome(bug) for bug in BUGS.values()]
     said = [(o.bug.engine, o.score, o.right) for o in outcomes if o.effective and o.incidents] + lab(args.lab_seeds)
     PAGE.write_text(page(outcomes, said))
-    wrong = [o for o in outcomes if o.effective and not o.right]
-    for o in wrong:
-        print(
-            f"{o.bug.trace}: {o.kind or 'nothing'} {o.score:.2f}, expected {' or '.join(o.bug.kinds)}\n    {o.sentence}"
-        )
+    wrong(outcomes)
     print(f"wrote {PAGE}")
     return 0
+
+
+def wrong(outcomes: list[Outcome]) -> int:
+    """Print what is not found in time, or whose first kind is not right; return how many there are, 1 at most."""
+    bad = [o for o in outcomes if o.bug.recorded and not (o.effective and o.right and 0 <= o.found <= o.reads)]
+    for o in bad:
+        print(
+            f"{o.bug.trace}: {o.kind or 'nothing'} {o.score:.2f} in forward {o.found} of {o.reads}, {o.bug.kinds}\n    {o.sentence}"
+        )
+    print(f"{len(bad)} of {len(outcomes)} bugs are not found in time, or not by their kind")
+    return min(1, len(bad))
 
 
 if __name__ == "__main__":
