@@ -66,13 +66,19 @@ def saved_after_the_blocks_were_reused(fired: Fired) -> None:
     @replaces(continuous_api.ContinuousBatchProcessor, "_generation_step")
     def _generation_step(before, processor, model):
         before(processor, model)
-        for manager, name, pairs in late:
-            for kind, (blocks, ids) in pairs.items():
-                view = manager.cache.cache_allocators[kind]._copy_view
-                for block, place in zip(blocks, ids, strict=True):
-                    manager._cpu_views[kind][place] = view[block]
-                    mixed.add(name)
-        late.clear()
+        for waiting in list(late):
+            manager, name, pairs = waiting
+            views = {kind: manager.cache.cache_allocators[kind]._copy_view for kind in pairs}
+            if any(
+                bool((manager._cpu_views[kind][place] != views[kind][block]).any())
+                for kind, (blocks, ids) in pairs.items()
+                for block, place in zip(blocks, ids, strict=True)
+            ):  # they are another's by now
+                late.remove(waiting)
+                mixed.add(name)
+                for kind, (blocks, ids) in pairs.items():
+                    for block, place in zip(blocks, ids, strict=True):
+                        manager._cpu_views[kind][place] = views[kind][block]
 
 
 @bug("tenstorrent/tt-metal#54742", "qwen-page16", "kv_write_damaged", "kv_write_lost", origin="tt-metal")
