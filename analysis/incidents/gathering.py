@@ -77,6 +77,7 @@ class ChangedBytes:
         if len(changes) < len(numbers):
             return  # a stream that the header does not have: whose bytes are whose, nobody knows
         data, at = view.bytes("kv_change_bytes"), 0
+        looked = next((recent.event for recent in reversed(self._recent) if recent.event < view.number), NOBODY)
         done = set()
         for group, stream, slot in changes:
             content = data[at : at + stream.capture_bytes]
@@ -88,7 +89,13 @@ class ChangedBytes:
             together = len({other for of_group, _, other in changes if of_group == group})
             twin, event, kind = self._twin(content, group, slot)
             fact = Fact(
-                event=view.number, what="changed", twin=twin, twin_event=event, twin_kind=kind, together=together
+                event=view.number,
+                what="changed",
+                via=looked,
+                twin=twin,
+                twin_event=event,
+                twin_kind=kind,
+                together=together,
             )
             yield group, slot, fact
 

@@ -116,6 +116,8 @@ def _consecutive(
 KNOWN: Final = 0.45
 # A later cluster whose own cause is less certain than this, and that shares a request, follows from the earlier one.
 CERTAIN: Final = 0.9
+# A slot's users counted wrong is one mistake: the slot is given back too early here, twice there, or given out while held.
+COUNTS: Final = frozenset({"free_too_early", "double_free", "page_given_twice"})
 # A recurring mistake that was seen before explains an uncertain cluster that it would score this with.
 POSSIBLE: Final = 0.3
 
@@ -125,6 +127,11 @@ def kind_of(ranked: Ranked) -> tuple[str, Diagnosis | None]:
     if ranked.kinds and ranked.kinds[0][1].score >= KNOWN:
         return ranked.kinds[0]
     return UNKNOWN, None
+
+
+def _mistake(kind: str) -> str:
+    """Return one word for all kinds that one mistake shows as."""
+    return "count" if kind in COUNTS else kind
 
 
 def certain(ranked: Ranked) -> bool:
@@ -147,11 +154,12 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
         kind, diagnosis = kind_of(one)
         same = []
         if diagnosis is not None:  # a mistake in code comes back whenever that runs
-            same.append(by_kind.setdefault(kind, number))
+            same.append(by_kind.setdefault(_mistake(kind), number))
         if diagnosis is not None and diagnosis.follows_event >= 0:
             same += [other for other in by_event.get(diagnosis.follows_event, ()) if other < number]
         if not certain(one):
-            same += [by_kind[k] for k, j in one.kinds if k in by_kind and j.score >= POSSIBLE]
+            possible = (_mistake(k) for k, j in one.kinds if j.score >= POSSIBLE)
+            same += [by_kind[k] for k in possible if k in by_kind]
         if all(other == number for other in same):
             # It follows from an earlier cluster that shares a request, if nothing begins here.
             shared = (other for other in range(number) if requests[number] & requests[other])

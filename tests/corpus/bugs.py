@@ -17,7 +17,8 @@ class Bug:
 
     `tracker` is its number there, `origin` the engine that had it, `engine` and `setup` what it is run on here; `kinds`
     are the kinds that are right, the exact one first; `recorded` says whether the adapter records what the bug touches;
-    `reads` is the first forward that reads the damage where a mark cannot say it.
+    `reads` is the first forward that reads the damage where a mark cannot say it; `late` says why it is found later than
+    that, if it is.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Bug:
     kinds: tuple[str, ...]
     recorded: bool
     reads: int
+    late: str
     mechanism: str
     patch: Callable[[Fired], None]
 
@@ -50,7 +52,7 @@ H200 = "h200"
 
 
 def bug(
-    tracker: str, setup: str, *kinds: str, origin: str = "", recorded: bool = True, reads: int = -1
+    tracker: str, setup: str, *kinds: str, origin: str = "", recorded: bool = True, reads: int = -1, late: str = ""
 ) -> Callable[[Callable[[Fired], None]], Bug]:
     """Make a bug of a function that patches the engine; its docstring is the mechanism."""
 
@@ -65,6 +67,7 @@ def bug(
             kinds=kinds,
             recorded=recorded,
             reads=reads,
+            late=late,
             mechanism=" ".join((patch.__doc__ or "").split()),
             patch=patch,
         )

@@ -93,6 +93,12 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(0.9, said, joined, *joined.evidence, cause=freed.event)
     signs = [sign for sign in cluster.head if sign.kind in _LOST_SLOT or sign.bits]
     for sign in signs:
+        under = _freed_under_another(cluster, sign)
+        if under is not None:
+            freed, again = under
+            said = f"{sign.place} was given back in event {freed.event} by a request that shared it with {sign.reader}, which went on "
+            said += f"using it; it was given to another in event {again.event}, and read in {sign.when}"
+            return cluster.diagnosis(0.92, said, sign, freed.event, again.event, sign.event, cause=freed.event)
         freed = own_free(cluster, sign)
         if freed is not None and not lower_edge(cluster, sign):
             score = 0.9 if not cluster.is_sliding(sign) else 0.85
@@ -225,6 +231,25 @@ def _two_owners(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
     first = next(write for write in reversed(writes) if write.event < claim.event)
     between = [f for f in history if first.event <= f.event <= claim.event and f.what in ("free", "evict")]
     return None if between else (claim, writes[-1])
+
+
+def _freed_under_another(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
+    """A slot that one of its holders gave back while a sign's request held it too, and that was given out again then."""
+    holders: set[int] = set()
+    freed, found = None, None
+    for fact in cluster.history(sign):
+        if fact.what == "alloc":
+            if freed is not None and sign.request_id in holders and fact.request_id not in holders:
+                found = freed, fact
+            holders, freed = {fact.request_id}, None
+        elif fact.what == "shared":
+            holders.add(fact.request_id)
+        elif fact.what in ("evict", "cached"):
+            holders.clear()
+        elif fact.what == "free":
+            freed = fact if holders - {fact.request_id} else None
+            holders.discard(fact.request_id)
+    return found
 
 
 def own_free(cluster: Cluster, sign: Sign) -> Fact | None:

@@ -84,6 +84,8 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
         return None
     if cluster.finding("row_reassigned", "read_of_foreign_slot", "write_to_foreign_slot", "read_after_free"):
         return None
+    if (cluster.wrote(sign) or (-1, -1))[1] == sign.slot:
+        return None  # it hit nothing: it wrote the slot itself
     score = 0.8 if hit is not None else 0.6
     if cluster.has_trace:
         begin = cluster.facts.begins.get(sign.request_id)
@@ -213,8 +215,10 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
         since = [f for f in cluster.history(sign) if f.event > load.event and f.what in ("changed", "written")]
         if since and "written" in (since[0].what, since[-1].what):
             continue
-        # What was never loaded is seen as a change of the whole page; a flipped byte is one slot's.
+        # What was never loaded is seen as a change of the whole page, or at the first look behind the load; a flipped byte is
+        # one slot's, and comes later.
         whole = not since or since[0].together > 1 or max(1, cluster.groups[0].page_size) == 1
+        whole |= bool(since) and since[0].via < load.event
         why = "whose transfer failed" if load.what == "receive_failed" else "and it holds something else"
         said = f"{sign.reader} read {sign.place} in {sign.when} as loaded in event {load.event}, {why}"
         score = 0.94 if load.what == "receive_failed" else 0.91 if whole else 0.55

@@ -2,6 +2,7 @@
 
 from ..cluster import (
     POSITION,
+    TOKEN,
     WRITE_POSITION,
     WRITE_TOKEN,
     Cluster,
@@ -100,7 +101,9 @@ def chunk_tail_predicted_token(cluster: Cluster) -> Diagnosis | None:
 def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
     """With asynchronous preemption a resumed request is fed ids from before. (V#26385)"""
     sign = cluster.finding("input_not_truth", "input_not_sampled")
-    if sign is None or sign.runner != 0 or cluster.finding("seq_len_backwards") is not None:
+    if sign is None:
+        return _seen_later(cluster)
+    if sign.runner != 0 or cluster.finding("seq_len_backwards") is not None:
         return None
     prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), sign.position)
     resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
@@ -113,11 +116,30 @@ def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, queries=queries, cause=sign.event)
 
 
-@rule("the ring of future tokens was overrun", branch="input")
+def _seen_later(cluster: Cluster) -> Diagnosis | None:
+    """A token that a resumed request computed itself, in its own slot, and that the scheduler did not contradict until later."""
+    first = cluster.first
+    own = cluster.wrote(first)
+    if first.bits != TOKEN or first.runner != 0 or own is None or own[1] != first.slot:
+        return None
+    if not cluster.facts.retracted_before(first.request_id, own[0]):
+        return None
+    said = f"{first.reader}, which had been put back and resumed, was fed token {first.stored_token} in forward "
+    said += (
+        f"{first.writer_forward}, where the scheduler has {first.expected_token}: {first.place}, read in {first.when}"
+    )
+    queries = (request_query(first.request_id), events_query([own[0], first.event]))
+    return cluster.diagnosis(0.9, said, first, queries=queries, cause=own[0])
+
+
+@rule("inputs were overwritten before they were read", branch="input")
 def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
-    """Overlap scheduling keeps sampled tokens in a ring on the device; overrun, it feeds a request another's.
-    (S#13713)
+    """What a step is fed lies in a buffer that the next step fills: a ring of sampled tokens that is overrun, a prompt's
+    tokens whose copy to the device has not begun. A request is fed what belongs elsewhere. (S#13713, vllm-ascend#16428)
     """
+    prompt = _prompt_overwritten(cluster)
+    if prompt is not None:
+        return prompt
     sign = cluster.finding("input_not_sampled")
     if sign is None or sign.runner != 0:
         return None
@@ -130,6 +152,20 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     fed = f" (token {wrong.stored_token}, expected {wrong.expected_token})" if wrong is not None else ""
     said = f"{sign.reader} was fed another token than was sampled for it in {sign.when}{fed}: {sign.place}, it {sign.detail}"
     return cluster.diagnosis(score, said, sign, queries=(samples_query(sign, 3),))
+
+
+def _prompt_overwritten(cluster: Cluster) -> Diagnosis | None:
+    """Neighbouring tokens of a chunk, none of them sampled and none of a resumed request, that are not the scheduler's."""
+    wrong = [sign for sign in cluster.head if sign.kind == "input_not_truth" and sign.runner == 0]
+    at = sorted(sign.position for sign in wrong if sign.request_id == wrong[0].request_id)
+    if len(at) < 2 or at[-1] - at[0] >= 2 * len(at) or cluster.finding("input_not_sampled", "seq_len_backwards"):
+        return None
+    sign = wrong[0]
+    if cluster.facts.retracted_before(sign.request_id, sign.event):
+        return None
+    said = f"{len(at)} tokens of one chunk of {sign.reader} are not the scheduler's in {sign.when}, from {sign.place} on: it "
+    queries = (request_query(sign.request_id), events_query([sign.event]))
+    return cluster.diagnosis(0.85, said + sign.detail, sign, queries=queries, cause=sign.event)
 
 
 @rule("sampled tokens mixed up", branch="input")
