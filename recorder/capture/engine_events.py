@@ -41,6 +41,19 @@ def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str
     return dict(zip(("identity_kind", "identity_start", "identity_count", "identity_hash"), columns, strict=True))
 
 
+class CopyEnds(NamedTuple):
+    """What lay at both ends of the runs of a copy, `[n] int64` each, as `host_arrays.end_hashes` says; 0 if it was not read.
+
+    `before` is what lay at the destination when the copy was asked for, `landed` the first slot of the page of the pool that
+    got the bytes in the destination's stead, -1 if none did; the destination itself if that is not its request's.
+    """
+
+    src: Int64Array
+    dst: Int64Array
+    before: Int64Array
+    landed: Int64Array
+
+
 class EventRecording(Recording):
     """A recording of events between forwards; `Recorder` adds the forwards."""
 
@@ -174,8 +187,11 @@ class EventRecording(Recording):
         dst_tier: int = TIER_POOL,
         request_id: int = -1,
         note: str = "",
+        ends: CopyEnds | None = None,
     ) -> None:
         """Say that whole slots were copied outside a forward; run i copies `count[i]` slots from `src[i]` to `dst[i]`.
+
+        A run of no slots copies nothing, and says by `ends` what lies there.
 
         Args:
             group: index into the header's groups.
@@ -186,6 +202,7 @@ class EventRecording(Recording):
             dst_tier: the same.
             request_id: the slots' request, -1 for none.
             note: why: fork, offload, load-back, compaction.
+            ends: what lies at both ends of each run, if that was looked at.
         """
         src, dst, count = own_int64(src, "src"), own_int64(dst, "dst"), own_int64(count, "count")
         if not src.size == dst.size == count.size:
@@ -201,6 +218,12 @@ class EventRecording(Recording):
             "copy_dst": dst,
             "copy_count": count,
         }
+        if ends is not None:
+            hashed = [own_int64(values) for values in ends]
+            if self._privacy is not None:
+                hashed[:3] = map(self._privacy.hash_ends, hashed[:3])
+            names = ("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed")
+            ints |= dict(zip(names, hashed, strict=True))
         kv = self.kv[group]
         read, written = runs_to_slots(src, count), runs_to_slots(dst, count)
         if self._record("kv_copy", ints, request_id=int(request_id), note=note):

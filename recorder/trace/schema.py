@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 5
+FORMAT_MINOR: Final = 6
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -80,6 +80,9 @@ _INT_LIST_GROUPS: Final = {
     "runs of copied slots; tier 0 is the pool, tier 1 the host": (
         "copy_group copy_src_tier copy_src copy_dst_tier copy_dst copy_count"
     ),
+    "hashes of the bytes at both ends of each run of copied slots, all layers, 0 if they were not read; or nothing": (
+        "copy_src_hash copy_dst_hash copy_before_hash copy_landed"
+    ),
     "rows of the array that a part of a keyframe holds, as runs; their bytes are in state_bytes": "state_start state_count",
     "what the attention kernels of a forward got, [bs] each, or nothing if they were not observed": (
         "attention_seq_lens attention_query_lens"
@@ -118,6 +121,7 @@ ADDED: Final[dict[str, int]] = {
     **dict.fromkeys((name for name in INT_LISTS if name.startswith(("attention_", "window_"))), 3),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("identity_")), 4),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("recurrent_")), 5),
+    **dict.fromkeys(("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed"), 6),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.

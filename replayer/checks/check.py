@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, PADDING_WRITER, STATE
-from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
+from ...recorder.state.events import CopyEvent, SlotEvent, StatusEvent, TransferEvent
 from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.reader import EventView
@@ -182,7 +182,7 @@ class HistoryCheck:
 
     def of_slots(
         self,
-        event: SlotEvent | TransferEvent | StatusEvent,
+        event: SlotEvent | CopyEvent | TransferEvent | StatusEvent,
         group: int,
         slots: Int64Array,
         detail: str,

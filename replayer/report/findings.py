@@ -48,6 +48,13 @@ FINDING_CAUSES = {
     "other_prefix": "the state is that of another prefix",
     "other_position": "the state is that of the request's own prefix at another position",
     "changed_bytes": "the bytes are not those that were left there",
+    "stored_wrong": "the storage does not hold what was stored",
+    "changed_in_store": "the storage no longer holds what it held after the store",
+    "two_to_one": "another slot is being stored in the same place",
+    "other_order": "the same bytes lie at the other end in another order",
+    "loaded_wrong": "the slot does not hold what the storage holds",
+    "nothing_landed": "the slot holds what it held before the load",
+    "landed_elsewhere": "the load's bytes lie in another slot",
 }
 
 

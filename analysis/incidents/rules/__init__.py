@@ -3,7 +3,7 @@
 from typing import Final
 
 from ..cluster import Rule
-from . import allocation, cached, inputs, kv_bytes, table, writing
+from . import allocation, cached, copies, inputs, kv_bytes, table, writing
 
 _RULES: Final = (
     allocation.scheduled_after_retraction,
@@ -13,6 +13,11 @@ _RULES: Final = (
     writing.slot_mapping,
     cached.abort_frees_during_transfer,
     cached.transfer_wrong_stride,
+    copies.stored_wrong,
+    copies.layout_misread,
+    copies.load_landed_elsewhere,
+    copies.read_before_landed,
+    copies.load_of_other_prefix,
     cached.failed_load_counted_loaded,
     cached.host_copy_overwritten,
     cached.copy_failed,

@@ -201,6 +201,10 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     short = _load_came_short(cluster)
     if short is not None:
         return short
+    copy = cluster.finding("copy_differs")
+    if copy is not None and copy.cause in ("nothing_landed", "loaded_wrong"):
+        said = f"{copy.place} of {copy.reader} {copy.detail}, in {copy.when}, and counts as loaded"
+        return cluster.diagnosis(0.92, said, copy, cause=copy.event)
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue
@@ -245,6 +249,10 @@ def host_copy_overwritten(cluster: Cluster) -> Diagnosis | None:
     """Two device pages are stored to one host page; the second overwrites the first before that is loaded.
     (TRT#9056)
     """
+    twice = cluster.finding("copy_differs")
+    if twice is not None and twice.cause == "two_to_one":
+        said = f"{twice.place} {twice.detail}, in {twice.when}: whoever loads either gets what was stored last"
+        return cluster.diagnosis(0.95, said, twice, *twice.evidence, cause=twice.event)
     for sign in cluster.head:
         load = cluster.filled(sign)
         if load is not None and load.what == "loaded" and load.together > 1:

@@ -1,8 +1,11 @@
 """Who holds which slot: requests get pages, the prefix cache keeps them, and all give them back; what is recorded of it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...capture.engine_events import CopyEnds
 from ...capture.host_arrays import ordered_runs
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL, AllocStatus, RequestStatus, SlotChange
@@ -59,15 +62,15 @@ class SlotEvents:
         """Record that a request got its row, or that it gave everything back."""
         self.recorder.request_status(request_id=request.request_id, status=status, row=request.row, note=note)
 
-    def moved(self, page: int, host_page: int, *, to_host: bool) -> None:
-        """Record that a page went to the host tier, or came back."""
+    def moved(self, page: int, host_page: int, ends: Sequence[CopyEnds], *, to_host: bool) -> None:
+        """Record that a page went to the host tier, or came back; `ends` is what lies there in each of the full groups."""
         size = self._page_size
         pool, host = (TIER_POOL, [page * size]), (TIER_HOST, [host_page * size])
         (src_tier, src), (dst_tier, dst) = (pool, host) if to_host else (host, pool)
         note = "offload" if to_host else "load-back"
-        for group in self._layout.full_groups:
+        for group, lies in zip(self._layout.full_groups, ends, strict=True):
             self.recorder.kv_copy(
-                group=group, src=src, dst=dst, count=[size], src_tier=src_tier, dst_tier=dst_tier, note=note
+                group=group, src=src, dst=dst, count=[size], src_tier=src_tier, dst_tier=dst_tier, note=note, ends=lies
             )
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...capture.engine_events import CopyEnds
+from ...capture.host_arrays import end_hashes
 from .pools import NO_PAGES, PageAllocator
 from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix
 from .requests import Request
@@ -34,16 +36,19 @@ class HostTier:
         node.host_page = int(taken[0])
         for pool in self._pools:
             pool.to_host(self._slots(node.page), self._slots(node.host_page))
-        self._memory.history.moved(node.page, node.host_page, to_host=True)
+        self._memory.history.moved(node.page, node.host_page, self._ends(node.page, node.host_page), to_host=True)
         self._memory.counters.offloaded_pages += 1
         self._queue.offer(node)
         return True
 
     def load(self, node: Node, page: int) -> None:
         """Copy a node's host page into a page of the pool, which becomes the node's."""
+        before = [ends.src for ends in self._ends(page, node.host_page)]
         for pool in self._pools:
             pool.from_host(self._slots(node.host_page), self._slots(page))
-        self._memory.history.moved(page, node.host_page, to_host=False)
+        after = self._ends(page, node.host_page)
+        ends = [CopyEnds(e.dst, e.src, was, e.landed) for e, was in zip(after, before, strict=True)]
+        self._memory.history.moved(page, node.host_page, ends, to_host=False)
         self._memory.counters.loaded_pages += 1
         self.leave(node)
         node.page = page
@@ -69,6 +74,17 @@ class HostTier:
         self._memory.counters.host_dropped_pages += 1
         if parent is not None:
             self._queue.offer(parent)
+
+    def _ends(self, page: int, host_page: int) -> list[CopyEnds]:
+        """Return what lies in a page and in one of the host tier, of each pool, as the ends of a copy to the host."""
+        found = []
+        for pool in self._pools:
+            sides = (pool.arrays, self._slots(page)), (pool.host_arrays, self._slots(host_page))
+            here, there = (
+                end_hashes([words[slots].view(np.uint8).reshape(1, -1) for words in arrays]) for arrays, slots in sides
+            )
+            found.append(CopyEnds(here, there, np.zeros(1, np.int64), np.full(1, -1, np.int64)))
+        return found
 
     def _slots(self, page: int) -> Int64Array:
         return self._memory.page_slots(np.array([page]))

@@ -19,6 +19,11 @@ from .layout import VllmGroup, VllmLayout, fed_otherwise
 from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
 
 
+def on_gpu(runner: Any) -> bool:
+    """Say whether a runner's cache lies on a GPU."""
+    return str(getattr(getattr(runner, "device", None), "type", "")) == "cuda"
+
+
 def why_it_waits(runner: Any, layout: VllmLayout, connector: str) -> str:
     """Return why a runner's forwards cannot be recorded without waiting for the device, nothing if they can."""
     config = runner.vllm_config

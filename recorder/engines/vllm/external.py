@@ -16,6 +16,7 @@ from ...capture.recorder import Recorder
 from ...trace.header import NotWatched
 from ...trace.schema import RECEIVE, TransferStatus
 from ..common.hooking import Around, Hook, OnFault, around, wrap_method
+from .copies import ConnectorCopies, Storage
 from .layout import VllmGroup
 from .step import Step, VllmRequest, VllmRequests, table_read
 
@@ -45,11 +46,21 @@ class Load(NamedTuple):
 
 
 class ExternalLoads:
-    """The loads of one runner's cache; `scheduler` is None if it runs in another process."""
+    """The loads of one runner's cache; `scheduler` is None if it runs in another process.
+
+    `copies` records what a connector that is known copies; what it loads is unknown before that.
+    """
 
     def __init__(
-        self, connector: str, groups: Sequence[VllmGroup], requests: VllmRequests, recorder: Recorder, scheduler: Any
+        self,
+        connector: str,
+        groups: Sequence[VllmGroup],
+        requests: VllmRequests,
+        recorder: Recorder,
+        scheduler: Any,
+        copies: ConnectorCopies | None,
     ) -> None:
+        self._copies = copies
         self._connector = connector
         self._groups = groups
         self._requests = requests
@@ -62,6 +73,8 @@ class ExternalLoads:
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook the scheduler's blocks, behind the hooks of the slot history: a slot is given out, then loaded."""
+        if self._copies is not None:
+            self._copies.attach(on_fault)
         if not self._connector or self._scheduler is None:
             return
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -105,10 +118,17 @@ class ExternalLoads:
     def _over(self, name: str) -> None:
         if name in self._loads:
             self._record(name, "end")
-        self.left(name)
+            if self._copies is not None:
+                self._copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
+        self._left(name)
 
     def left(self, name: str) -> None:
         """Forget what was going to be loaded for a request that has given its slots back."""
+        self._left(name)
+        if self._copies is not None:
+            self._copies.forget(name)
+
+    def _left(self, name: str) -> None:
         self._loads.pop(name, None)
         self._under_way.discard(name)
 
@@ -135,6 +155,11 @@ class ExternalLoads:
 
     def before_model(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
         """Record what has been loaded for the requests of a step, or may have been for those that are new in it."""
+        self._make_unknown(step, output, requests)
+        if self._copies is not None:
+            self._copies.before_model(step.names, step.tables)
+
+    def _make_unknown(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
         if self._scheduler is not None:
             for name in step.names if self._loads else ():
                 self._over(name)
@@ -157,14 +182,20 @@ class ExternalLoads:
                     self._receive("end", Load(group.index, int(step.prefix[r]) - slots.size, slots, own=False), -1)
 
 
-def not_watched(config: Any) -> list[NotWatched]:
-    """Return what of a connector's work a trace does not hold."""
+def not_watched(config: Any, storage: Storage | None, *, on_gpu: bool) -> list[NotWatched]:
+    """Return what of a connector's work a trace does not hold; `storage` is what is known of it."""
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:
         return []
     name = f"KV connector {getattr(transfer, 'kv_connector', None) or 'unknown'}"
-    entries = [NotWatched(what="other", name=name, reason="what it stores elsewhere is not compared")]
-    if connector_of(config):
-        reason = "what it loads is unknown until a forward writes the slot"
-        entries.insert(0, NotWatched(what="slots", name=name, reason=reason))
-    return entries
+    if storage is not None:
+        reasons = {
+            "slots": "what it loads and did not store in this recording is unknown until a forward writes the slot"
+        }
+        if on_gpu:
+            reasons["other"] = "the bytes that it copies are not compared, since that would wait for the device"
+    else:
+        reasons = {"other": "what it stores elsewhere is not compared"}
+        if connector_of(config):
+            reasons = {"slots": "what it loads is unknown until a forward writes the slot", **reasons}
+    return [NotWatched(what=what, name=name, reason=reason) for what, reason in reasons.items()]

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...trace.header import KvStream
+from ...trace.schema import TIER_POOL
 from ..common.hooking import OnFault, wrap_method
 
 ALIGN_BYTES: Final = 16
@@ -21,12 +22,24 @@ SUBMITTED: Final = "submitted"
 
 
 class _Mirror:
-    """What was submitted for each slot of a pool: `content` `[num_slots, capture] uint8`; `key` says of which pool."""
+    """What was submitted for each slot of a pool: `content` `[num_slots, capture] uint8`; `key` says of which pool.
+
+    `stored` is that of the host tier, by group.
+    """
 
     def __init__(self, key: tuple[str, int, int, int], num_slots: int) -> None:
         self.key = key
         self.half, *_, capture = key
         self.content = np.zeros((num_slots, capture), np.uint8)
+        self.stored: dict[int, ByteArray] = {}
+
+    def tier(self, number: int, group: Any) -> ByteArray:
+        """Return what is kept of the pool or of a group's host tier."""
+        if number == TIER_POOL:
+            return self.content
+        if group.index not in self.stored:
+            self.stored[group.index] = np.zeros((group.host_num_slots, self.content.shape[1]), np.uint8)
+        return self.stored[group.index]
 
     def take(self, submitted: Any, slots: Any) -> None:
         """Take over the leading bytes of `submitted` `[T, heads, dim]`, for the tokens that go to a slot."""
@@ -68,10 +81,12 @@ class KvCapture:
 
             wrap_method(impl, "do_kv_cache_update", on_kv_update, on_fault)
 
-    def copied(self, group: Any, src: Int64Array, dst: Int64Array) -> None:
+    def copied(
+        self, group: Any, src: Int64Array, dst: Int64Array, *, src_tier: int = TIER_POOL, dst_tier: int = TIER_POOL
+    ) -> None:
         """Do to the copies of the pool what the engine does to the pool: `src` and `dst` `[n]` slots of a group."""
         for mirror in self._of_group.get(group.index, ()):
-            mirror.content[dst] = mirror.content[src]
+            mirror.tier(dst_tier, group)[dst] = mirror.tier(src_tier, group)[src]
 
     def _add(self, group: Any, layer: Any, capture_bytes: int) -> None:
         kv: Any = getattr(layer, "kv_cache", None)

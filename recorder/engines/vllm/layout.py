@@ -28,6 +28,7 @@ KINDS: Final = {
 }
 
 DRAFT_RUNNER: Final = 1
+PAGES_ELSEWHERE: Final = 4  # times the pool's, of a connector that does not say how much it can hold
 # What is recorded of a draft layer's forward without having been seen.
 DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
 
@@ -36,7 +37,8 @@ DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
 class VllmGroup:
     """One KV-cache group that is recorded: `index` in the trace, `gid` in vLLM, tokens of a block, blocks of the pool.
 
-    `window` is the number of cached positions that a forward reads, 0 for all of them.
+    `window` is the number of cached positions that a forward reads, 0 for all of them; `host_num_slots` stand for what a
+    known connector keeps elsewhere.
     """
 
     index: int
@@ -48,6 +50,7 @@ class VllmGroup:
     num_blocks: int
     layers: tuple[str, ...]
     spec: Any
+    host_num_slots: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -89,6 +92,13 @@ class VllmLayout:
     def all_groups(self) -> list[VllmGroup]:
         """The groups, a draft's last."""
         return self.groups if self.draft is None else [*self.groups, self.draft]
+
+    def keeps_elsewhere(self, num_pages: int) -> None:
+        """Make room for what a connector keeps of each group elsewhere; 0 if it does not say how much that can be."""
+        self.groups = [
+            replace(group, host_num_slots=(1 + (num_pages or PAGES_ELSEWHERE * group.num_blocks)) * group.block_size)
+            for group in self.groups
+        ]
 
     def _add(self, gid: int, group: Any, num_blocks: int) -> VllmGroup | None:
         """Add a group of the target's; return what the draft has of it."""
@@ -194,6 +204,7 @@ def _pool_group(layout: VllmLayout, group: VllmGroup) -> PoolGroup:
         num_slots=group.num_slots,
         page_size=group.block_size,
         num_layers=len(group.layers),
+        host_num_slots=group.host_num_slots,
         **own,
     )
 

@@ -20,7 +20,8 @@ from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
 from .blocks import BlockHistory, why_no_history
-from .device import DeviceStep, DeviceSteps, block_tables, why_it_waits
+from .copies import ConnectorCopies, Storage
+from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
 from .external import ExternalLoads, connector_of
 from .external import not_watched as connector_not_watched
@@ -37,6 +38,7 @@ from .step import (
     prompt_of,
     same_attention,
 )
+from .storages import storage_of
 
 logger = logging.getLogger("kvcanary")
 
@@ -54,8 +56,11 @@ class VllmRecording:
         self, runner: Any, scheduler: Any, settings: RecordingSettings, notes: tuple[str, ...], number: int
     ) -> None:
         self.layout = layout = VllmLayout(runner, settings)
+        storage = storage_of(runner, layout)
+        if storage is not None:
+            layout.keeps_elsewhere(storage.num_pages)
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
-        layout.not_watched += _not_watched(runner, self.attention)
+        layout.not_watched += _not_watched(runner, self.attention, storage)
         no_history = _why_no_history(layout, scheduler, settings)
         if no_history:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
@@ -74,7 +79,8 @@ class VllmRecording:
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
         self.drafts = DraftWrites(runner, layout, recorder)
-        self.external = ExternalLoads(connector, layout.groups, self.requests, recorder, scheduler)
+        copies = ConnectorCopies(storage, layout, self.requests, recorder) if storage is not None else None
+        self.external = ExternalLoads(connector, layout.groups, self.requests, recorder, scheduler, copies)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
         self._open = False
@@ -367,11 +373,6 @@ class VllmRecording:
         self._requests_changed = True
 
 
-def on_gpu(runner: Any) -> bool:
-    """Say whether a runner's cache lies on a GPU."""
-    return str(getattr(getattr(runner, "device", None), "type", "")) == "cuda"
-
-
 def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:
     """Return why no slot history is recorded, nothing if it is."""
     if settings.history == "off":
@@ -381,10 +382,10 @@ def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSetti
     return why_no_history(scheduler, layout.all_groups)
 
 
-def _not_watched(runner: Any, attention: AttentionReader) -> list[NotWatched]:
+def _not_watched(runner: Any, attention: AttentionReader, storage: Storage | None) -> list[NotWatched]:
     """Name what this engine does that no forward of the trace will show."""
     config = runner.vllm_config
-    entries = connector_not_watched(config)
+    entries = connector_not_watched(config, storage, on_gpu=on_gpu(runner))
     speculative = getattr(config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
     if speculative is not None and "ngram" not in method:

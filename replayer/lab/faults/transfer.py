@@ -83,6 +83,68 @@ def failed_load_counted_loaded(bench: Bench) -> None:
         around(pool, "from_host")(lambda original, *args: None if failing else original(*args))
 
 
+@fault(reference="lab", configs=("host",), warm_up=(4, 20))
+def stored_wrong(bench: Bench) -> None:
+    """What is stored in the host tier is not what lies in the page."""
+
+    def damage(pool: Any, _: Any, host_slots: Any) -> None:
+        for words in pool.host_arrays:
+            words[host_slots[0]] ^= np.uint64(0x5A5A)
+
+    _host_copies(bench, "offload", "to_host", damage)
+
+
+@fault(reference="lab", configs=("host",), warm_up=(4, 20))
+def layout_misread(bench: Bench) -> None:
+    """A load takes the order of a page's tokens for another."""
+
+    def misread(pool: Any, _: Any, slots: Any) -> None:
+        for words in pool.arrays:
+            words[slots] = words[slots[::-1]].copy()
+
+    _host_copies(bench, "load", "from_host", misread)
+
+
+def _host_copies(bench: Bench, method: str, copy: str, wrong: Any) -> None:
+    """Have one copy to the host tier or back go wrong: `wrong(pool, src, dst)` is called behind it."""
+    memory = bench.engine.memory
+
+    def goes_wrong(node: Node, page: int = -1) -> Node | None:
+        if not bench.due:
+            return None
+        at = page if page >= 0 else node.page
+        bench.inject(slot=at * memory.page_size, position=(node.depth - 1) * memory.page_size)
+        return node
+
+    going_wrong = while_inside(memory.host, method, goes_wrong)
+
+    for pool in memory.pools:
+
+        def copied(original: Any, *args: Any, pool: Any = pool) -> None:
+            original(*args)
+            if going_wrong:
+                wrong(pool, *args)
+
+        around(pool, copy)(copied)
+
+
+@fault(reference="lab", configs=("host",), warm_up=(4, 20))
+def load_of_other_prefix(bench: Bench) -> None:
+    """A load takes the host page of another prefix, which its key leads to."""
+    memory = bench.engine.memory
+
+    @around(memory.host)
+    def load(original: Any, node: Node, page: int) -> None:
+        others = [one for one in memory.cache.tree.walk() if one.host_page not in (node.host_page, -1)]
+        if not others or not bench.due:
+            original(node, page)
+            return
+        bench.inject(slot=page * memory.page_size, position=(node.depth - 1) * memory.page_size)
+        other = others[0]
+        node.host_page, other.host_page = other.host_page, node.host_page
+        original(node, page)
+
+
 def _failed_transfer(bench: Bench, pair: PdPair) -> None:
     @around(pair.link)
     def end(original: Any, room: Room) -> None:

@@ -42,6 +42,15 @@ def host(**options: Any) -> dict[str, Any]:
     return {**HOST, "kv_connector_extra_config": options}
 
 
+OFFLOADS = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "host_offloading",
+        "cpu_bytes_to_use": 1 << 27,
+    },
+}
 EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", "num_speculative_tokens": 3}}
 EMBEDDINGS = {"enable_prompt_embeds": True}
@@ -93,6 +102,10 @@ SETUPS = {
         connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
         arguments={"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
     ),
+    # vLLM's own offloading, whose copies are torch's here.
+    "llama-offloads": Setup(model="llama", connector=OFFLOADS),
+    "llama-offloads-preempt": Setup(model="llama", connector=OFFLOADS, arguments=FEW_BLOCKS),
+    "hybrid-offloads": Setup(model="hybrid", connector=OFFLOADS),
     "llama-embeddings": Setup(model="llama", arguments=EMBEDDINGS, embeddings=True),
     "llama-embeddings-preempt": Setup(model="llama", arguments={**EMBEDDINGS, **FEW_BLOCKS}, embeddings=True),
     # The engine core in its own process, and the model in another: on the CPU vLLM does it no other way.
@@ -103,6 +116,16 @@ FAULTS = {
     "llama": ("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
     "llama-eagle": ("draft_slot",),
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
+    "llama-offloads": (
+        "store_wrong",
+        "store_twice",
+        "key_collides",
+        "load_elsewhere",
+        "load_other_block",
+        "load_layout",
+        "load_late",
+    ),
+    "llama-shared-storage": ("store_wrong", "key_collides", "load_other_block", "load_layout"),
     "llama-async": ("block_table", "slot_mapping", "token"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
     "recurrent": ("state_byte", "state_block", "state_copy"),

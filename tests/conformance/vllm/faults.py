@@ -8,6 +8,8 @@ import os
 import random
 from types import SimpleNamespace
 
+import connector_faults
+
 EVERY = 9  # steps between two faults
 
 
@@ -15,6 +17,9 @@ def install_faults() -> None:
     """Have the fault that the environment asks for injected in this process, if it asks for one."""
     fault = os.environ.get("CONFORMANCE_FAULT")
     if not fault:
+        return
+    if fault in connector_faults.EXPECTED:
+        connector_faults.install(fault, mark_all)
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -360,6 +365,15 @@ class Injector:
         self.building = building
         size = table.block_size
         return {"group": group, "position": column * size, "slot": wrong * size, "count": size}
+
+
+def mark_all(labels) -> None:
+    """Leave a fault's ground truth in the traces of all runners of this process."""
+    from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
+
+    for attachment in vllm_hooks.attachments:
+        for recorder in attachment.recorders():
+            recorder.mark("injected fault", {**labels, "forward": recorder.next_forward})
 
 
 def mark(runner, labels) -> None:

@@ -47,7 +47,8 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
 - **KV connectors.** Slots that a connector loads are unknown until a forward writes them: nothing is judged from them, and
   the verdict counts them. With the scheduler in the model's process they are the blocks that it allocates for the load;
   without it, all cached tokens that a request begins with in a step that loads, or after a load of its own has ended.
-  What a connector stores elsewhere is not compared.
+  Of connectors that are known (offloading, the example connector) saves and loads are recorded with hashes of both ends, and
+  what was stored in the recording is known when it is loaded: docs/guide/connectors.md.
 - **Prompt embeddings.** Positions that are fed an embedding hold an unknown token, in whole prompts and in mixed ones.
 - **KV bytes** of the first layer of each group, first KV head. Where a token's bytes lie in a row they are read from the
   pool after the forward (origin `stored`). The CPU's attention packs K: its bytes are taken from what the model hands to the
@@ -216,6 +217,13 @@ def document(results: list, *, whole: bool, minutes: float) -> str:
         "| state_byte | a byte of the recurrent state that a request goes on from is flipped |",
         "| state_block | recurrent layers go on from another request's state, and write theirs there |",
         "| state_copy | the state for a new block is copied from the prompt's first block, not the last |",
+        "| store_wrong | a block lies in the storage with other bytes |",
+        "| store_twice | two blocks are stored in one place |",
+        "| key_collides | prompts that differ share a key |",
+        "| load_elsewhere | the load writes to other blocks than it was asked to |",
+        "| load_other_block | the load is asked for into blocks that the request does not hold |",
+        "| load_layout | the load takes one order of a block's bytes for another |",
+        "| load_late | the load is said to have ended, and lands two steps later |",
         "| kv_byte | a byte of V of a cached slot is flipped; K is packed by the CPU's attention, so its bytes are taken on submission, and a flip in the pool cannot be seen |",
         "",
         "| setup | fault | runs | injected | found | the slowest after | |",

@@ -4,8 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from kvcanary.recorder.capture.engine_events import CopyEnds
 from kvcanary.replayer import checks
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.executors import executors
@@ -133,13 +135,17 @@ def test_so_do_those_that_no_fault_of_the_lab_is_for(scene: Scene, tmp_path: Pat
     scene.forward(Part(request=8, row=2, prefix=2, slots=(0,)))
     for prefix in (3, 4):
         scene.forward(Part(request=8, row=2, prefix=prefix, slots=(10 + prefix,)))
+    for count in (4, 0):  # a load that has not landed, and has later
+        before, ends = np.full(1, 5), [np.full(1, hashed) for hashed in (6, 5 + (not count))]
+        ends = CopyEnds(*ends, before=before, landed=np.full(1, -1))
+        scene.recorder.kv_copy(group=0, src=[4], dst=[40], count=[count], src_tier=1, ends=ends)
     scene.recorder.close()
     ring = Ring(tmp_path / "ring.arrow")
     ring.forward(9)
     ring.forward(1, shift=2)
     ring.recorder.close()
     fires = {"transfer_not_held", "wrong_window", "slot_out_of_pool", "free_slot_shared", "slot_written_twice"}
-    fires |= {"padding_slot_read"}
+    fires |= {"padding_slot_read", "copy_differs", "load_landed_late"}
     found = [
         check([path], tmp_path / path.stem, incidents=False)[0].table("findings") for path in (scene.path, ring.path)
     ]

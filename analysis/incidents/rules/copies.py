@@ -1,0 +1,65 @@
+"""What went wrong with KV that goes to a storage and comes back: which hop lied."""
+
+from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
+
+
+def _sign(cluster: Cluster, *causes: str) -> Sign | None:
+    """Return the head's first finding of a copy with one of certain causes."""
+    return next((sign for sign in cluster.head if sign.kind == "copy_differs" and sign.cause in causes), None)
+
+
+def _diagnosis(cluster: Cluster, sign: Sign, words: str, score: float = 0.96) -> Diagnosis:
+    said = f"{sign.place} {sign.detail}, in {sign.when}: {words}"
+    return cluster.diagnosis(score, said, sign, *sign.evidence, cause=min([*sign.evidence, sign.event]))
+
+
+@rule("a stored copy is wrong", branch="transfer")
+def stored_wrong(cluster: Cluster) -> Diagnosis | None:
+    """A storage does not hold what lay in the slots that were stored: the store went wrong, or what it left was changed
+    before the load. (lab)
+    """
+    sign = _sign(cluster, "stored_wrong", "changed_in_store")
+    return None if sign is None else _diagnosis(cluster, sign, "the storage is wrong, not the slots")
+
+
+@rule("a layout was misread", branch="transfer")
+def layout_misread(cluster: Cluster) -> Diagnosis | None:
+    """A store or load takes one order of layers, heads or tokens for another: the same bytes lie elsewhere. (lab)"""
+    sign = _sign(cluster, "other_order")
+    return None if sign is None else _diagnosis(cluster, sign, "the two ends lay it out differently")
+
+
+@rule("a load landed elsewhere", branch="transfer")
+def load_landed_elsewhere(cluster: Cluster) -> Diagnosis | None:
+    """A load writes to other slots than its request was given: these keep what they held, those are overwritten.
+    (conformance)
+    """
+    sign = _sign(cluster, "landed_elsewhere")
+    return None if sign is None else _diagnosis(cluster, sign, "the load wrote to the wrong slot")
+
+
+@rule("read before its load landed", branch="transfer")
+def read_before_landed(cluster: Cluster) -> Diagnosis | None:
+    """A load is taken for ended, its slots are read, and its bytes come later. (conformance)"""
+    sign, late = _sign(cluster, "nothing_landed"), cluster.finding("load_landed_late", anywhere=True)
+    if sign is None or late is None:
+        return None
+    return _diagnosis(cluster, sign, f"it landed before {late.when}, after its request had read it")
+
+
+@rule("a load of another prefix", branch="transfer")
+def load_of_other_prefix(cluster: Cluster) -> Diagnosis | None:
+    """A storage's key leads to what was stored for other tokens: two prompts share a key, or it was looked up for
+    another. What is loaded came whole, and belongs to another prefix. (lab)
+    """
+    for sign in cluster.head:
+        if not sign.bits & CONTENT:
+            continue
+        load = cluster.filled(sign)
+        if load is not None and load.what == "loaded" and load.together <= 1:
+            said = f"{sign.reader} read {sign.place} in {sign.when}, loaded in event {load.event}: it is the KV of another prefix, "
+            said += (
+                f"token {sign.stored_token} at position {sign.stored_position}, which lay under the key that was loaded"
+            )
+            return cluster.diagnosis(0.94, said, sign, load.event, sign.event, cause=load.event)
+    return None

@@ -1,0 +1,287 @@
+"""What a KV connector copies between a runner's cache and a storage elsewhere: block by block, with what lies at both ends.
+
+A connector that is known says which blocks it stores and loads, and by which key each lies elsewhere. A key that blocks are
+stored under gets a page of the trace's host tier, so that what is loaded from there is known as far as what was stored is. Of
+both ends all layers' bytes are hashed, if they lie in the host's memory: nothing here waits for a device.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ....kernels.arrays import Int64Array
+from ...capture.engine_events import CopyEnds
+from ...capture.host_arrays import end_hashes, runs_to_slots
+from ...capture.recorder import Recorder
+from ...trace.schema import TIER_HOST, TIER_POOL
+from ..common.hooking import OnFault
+from .layout import VllmGroup, VllmLayout
+from .step import VllmRequests
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_HASHED_BYTES: Final = 64 << 20  # at one end of one job's blocks
+LOOKS: Final = 16  # steps in which a block is looked at again whose load ended and had not landed
+SEARCHES: Final = 16  # for where a load landed instead, in a recording
+MAX_SEARCHED_SLOTS: Final = 1 << 20
+
+
+class Page(NamedTuple):
+    """A block of a group, and the `key` under which its content lies elsewhere."""
+
+    group: VllmGroup
+    block: int
+    key: Hashable
+
+
+class Storage(Protocol):
+    """What is known of a connector: `num_pages` is how many blocks of a group it can hold, 0 if that is not known."""
+
+    num_pages: int
+
+    def attach(self, copies: "ConnectorCopies", on_fault: OnFault) -> None:
+        """Have the connector's saves and loads reported to `copies`."""
+
+    def layers_here(self, group: VllmGroup) -> Sequence[Any]:
+        """Return the group's layers as arrays `[num_blocks, ...]` with the bytes that are stored of each block; or nothing."""
+
+    def there(self, page: Page) -> Sequence[Bytes] | None:
+        """Return what lies elsewhere of a page, an array for each of `layers_here`; None if that cannot be read."""
+
+
+class Load(NamedTuple):
+    """Blocks that are being loaded for a request ("" if it is not known for whom): what lay at both ends before."""
+
+    name: str
+    pages: list[Page]
+    there: Int64Array
+    before: Int64Array
+
+
+class Landed(NamedTuple):
+    """A load that has ended, to be recorded in its turn: what lies in its blocks now, and where it landed instead."""
+
+    load: Load
+    here: Int64Array
+    landed: Int64Array
+
+
+class ConnectorCopies:
+    """Records what a connector copies."""
+
+    def __init__(self, storage: Storage, layout: VllmLayout, requests: VllmRequests, recorder: Recorder) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._requests = requests
+        self._recorder = recorder
+        self._pages: list[OrderedDict[Hashable, int]] = [OrderedDict() for _ in layout.groups]
+        self._landed: list[Landed] = []
+        self._late: list[tuple[int, Load, int]] = []  # looks left, load, which of its pages
+        self._searches = SEARCHES
+
+    def attach(self, on_fault: OnFault) -> None:
+        """Hook the connector."""
+        self._storage.attach(self, on_fault)
+
+    def store(self, pages: list[Page], *, landed: bool) -> None:
+        """Record that blocks are stored, as their slots are now; `landed` says that they lie elsewhere already."""
+        here = self.hash_here(pages)
+        there = self.hash_there(pages) if landed else np.zeros(len(pages), np.int64)
+        hosts = [self._host_page(page) for page in pages]
+        self._record("offload", TIER_POOL, pages, hosts, TIER_HOST, here, there)
+
+    def stored(self, pages: list[Page]) -> None:
+        """Record what lies elsewhere of blocks whose store has ended."""
+        kept = [page for page in pages if page.key in self._pages[page.group.index]]
+        there, hosts = self.hash_there(kept), [self._pages[page.group.index][page.key] for page in kept]
+        if there.any():
+            self._record("stored", TIER_HOST, kept, hosts, TIER_HOST, np.zeros_like(there), there, whole=False)
+
+    def begin_load(self, name: str, pages: list[Page]) -> Load:
+        """Take note of a load that is asked for."""
+        return Load(name, pages, self.hash_there(pages), self.hash_here(pages))
+
+    def end_load(self, load: Load) -> None:
+        """Take note of a load that has ended, by the connector's word."""
+        here = self.hash_here(load.pages)
+        wrong = np.flatnonzero((here != load.there) & (here != 0) & (load.there != 0))
+        elsewhere = np.full(len(load.pages), -1, np.int64)
+        for at in wrong[here[wrong] == load.before[wrong]].tolist():
+            elsewhere[at] = self._search(load, at)
+            self._late.append((LOOKS, load, at))
+        self._landed.append(Landed(load, here, elsewhere))
+
+    def before_model(self, names: Sequence[str], tables: Sequence[tuple[Any, int]]) -> None:
+        """Record the loads for a step's requests that have ended, and those that land late."""
+        late, self._late = self._late, []
+        for left, load, at in late:
+            page, there = load.pages[at], load.there[at : at + 1]
+            if (self.hash_here([page]) == there).all():
+                self._record("landed late", TIER_HOST, [page], [0], TIER_POOL, there, there, whole=False)
+            elif left > 1:
+                self._late.append((left - 1, load, at))
+        if self._landed:
+            rows = [np.asarray(table[: len(names)]) for table, _ in tables]
+            self._flush(
+                ["", *names], {name: [set(table[r].tolist()) for table in rows] for r, name in enumerate(names)}
+            )
+
+    def flush(self, name: str, slots: Sequence[tuple[int, Int64Array]]) -> None:
+        """Record the loads for a request that have ended, which were to go to slots of certain groups.
+
+        What is unknown of these has been said before.
+        """
+        held = [set[int]() for _ in self._layout.groups]
+        for index, loaded in slots:
+            held[index].update((loaded // self._layout.groups[index].block_size).tolist())
+        self._flush([name], {name: held})
+
+    def _flush(self, names: Sequence[str], held: dict[str, list[set[int]]]) -> None:
+        """Record the loads for certain requests ("" for any) that have ended; `held` are their blocks in each group."""
+        for one in [one for one in self._landed if one.load.name in names]:
+            self._landed.remove(one)
+            load = one.load
+            parts: dict[tuple[str, bool], list[int]] = {}
+            hosts = [self._pages[page.group.index].get(page.key, 0) for page in load.pages]
+            for i, page in enumerate(load.pages):
+                holds = (name for name, blocks in held.items() if page.block in blocks[page.group.index])
+                holder = next(holds, "")
+                if not holder or holder != (load.name or holder):  # it went where its request reads nothing
+                    one.landed[i] = page.block * page.group.block_size
+                # Nothing is known of what was stored before the recording, or too long ago.
+                parts.setdefault((load.name or holder, bool(hosts[i])), []).append(i)
+            for (name, known), at in parts.items():
+                request = self._requests.get(name)
+                self._record(
+                    "load-back",
+                    TIER_HOST,
+                    [load.pages[i] for i in at],
+                    [hosts[i] for i in at],
+                    TIER_POOL,
+                    load.there[at],
+                    one.here[at],
+                    whole=known,
+                    before=load.before[at],
+                    landed=one.landed[at],
+                    request_id=-1 if request is None else request.request_id,
+                )
+
+    def forget(self, name: str) -> None:
+        """Forget the loads for a request that has given its slots back."""
+        self._landed = [one for one in self._landed if one.load.name != name]
+
+    def hash_here(self, pages: Sequence[Page]) -> Int64Array:
+        """Return the hash of what lies in each block now, 0 if it was not read."""
+
+        def read(group: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
+            layers, blocks = self._storage.layers_here(group), [page.block for page in mine]
+            return [_rows(layer, blocks) for layer in layers] if layers else None
+
+        return self._hashes(pages, read)
+
+    def hash_there(self, pages: Sequence[Page]) -> Int64Array:
+        """Return the same of what lies elsewhere."""
+
+        def read(_: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
+            found = [self._storage.there(page) for page in mine]
+            whole = [one for one in found if one is not None]
+            if len(whole) < len(found):
+                return None
+            return [np.stack(parts) for parts in zip(*whole, strict=True)]
+
+        return self._hashes(pages, read)
+
+    def _hashes(
+        self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Sequence[Bytes] | None]
+    ) -> Int64Array:
+        found = np.zeros(len(pages), np.int64)
+        for group in self._layout.groups:
+            at = [i for i, page in enumerate(pages) if page.group.index == group.index]
+            layers = self._storage.layers_here(group) if at else ()
+            size = sum(int(layer[0].nbytes) for layer in layers)
+            if layers and size * len(at) <= MAX_HASHED_BYTES:
+                parts = read(group, [pages[i] for i in at])
+                if parts:
+                    found[at] = end_hashes(parts)
+        return found
+
+    def _host_page(self, page: Page) -> int:
+        """Return the page of the host tier that stands for a key; the one stored longest ago makes room."""
+        pages, limit = self._pages[page.group.index], self._limit(page.group)
+        host = pages.pop(page.key, 0)
+        if not host:
+            host = len(pages) + 1 if len(pages) < limit else pages.popitem(last=False)[1]
+        pages[page.key] = host
+        return host
+
+    def _limit(self, group: VllmGroup) -> int:
+        return int(self._recorder.header.groups[group.index].host_num_slots) // group.block_size - 1
+
+    def _search(self, load: Load, at: int) -> int:
+        """Return the first slot of the block that has a load's bytes and should have others, -1 for none that is found."""
+        group, kv = load.pages[at].group, self._recorder.kv[load.pages[at].group.index]
+        if self._searches and group.num_slots <= MAX_SEARCHED_SLOTS:
+            self._searches -= 1
+            every = np.arange(group.block_size, group.num_slots, dtype=np.int64)
+            changed = np.concatenate([every[:0], *(slots for _, slots, _ in kv.changes(every, every[:0]))])
+            unknown = np.setdiff1d(every, kv.known_bytes(every)[0])
+            mine = [page.block for page in load.pages]
+            blocks = np.setdiff1d(np.concatenate([changed, unknown]) // group.block_size, mine)
+            found = self.hash_here([Page(group, block, "") for block in blocks.tolist()]) == load.there[at]
+            if found.any():
+                return int(blocks[found][0]) * group.block_size
+        return -1
+
+    def _record(
+        self,
+        note: str,
+        src_tier: int,
+        pages: list[Page],
+        hosts: list[int],
+        dst_tier: int,
+        src_hash: Int64Array,
+        dst_hash: Int64Array,
+        *,
+        whole: bool = True,
+        before: Int64Array | None = None,
+        landed: Int64Array | None = None,
+        request_id: int = -1,
+    ) -> None:
+        """Record copies of blocks, one run each; if not `whole`, only what lies at their ends."""
+        for group in self._layout.groups:
+            at = [i for i, page in enumerate(pages) if page.group.index == group.index]
+            if not at:
+                continue
+            size = group.block_size
+            pool = np.array([pages[i].block for i in at], np.int64) * size
+            host = np.array([hosts[i] for i in at], np.int64) * size
+            src, dst = (pool if tier == TIER_POOL else host for tier in (src_tier, dst_tier))
+            count = np.full(len(at), size if whole else 0, np.int64)
+            ends = CopyEnds(
+                src=src_hash[at],
+                dst=dst_hash[at],
+                before=np.zeros(len(at), np.int64) if before is None else before[at],
+                landed=np.full(len(at), -1, np.int64) if landed is None else landed[at],
+            )
+            self._recorder.kv_copy(
+                group=group.index,
+                src=src,
+                dst=dst,
+                count=count,
+                src_tier=src_tier,
+                dst_tier=dst_tier,
+                request_id=request_id,
+                note=note,
+                ends=ends,
+            )
+            if whole:
+                slots = runs_to_slots(src, count), runs_to_slots(dst, count)
+                self._layout.kv.copied(group, *slots, src_tier=src_tier, dst_tier=dst_tier)
+
+
+def _rows(layer: Any, blocks: list[int]) -> Bytes:
+    rows = layer[blocks]
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(blocks), -1)

@@ -1,0 +1,213 @@
+"""Copies to a storage and back whose two ends do not hold the same: which hop lied."""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ...kernels.arrays import BoolArray, Int64Array
+from ...recorder.state.events import CopyEvent
+from ...recorder.state.forward import UnusableEventError
+from ...recorder.trace.reader import EventView
+from ...recorder.trace.schema import TIER_HOST, TIER_POOL
+from ..report.findings import Cause, Finding
+from .check import Covered, HistoryCheck, register
+from .history import History
+
+MAX_HELD: Final = 1 << 20
+_LOW: Final = 0xFFFFFFFF
+_COLUMNS: Final = ("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed")
+_OTHER_ORDER: Final = "the same bytes in another order"
+
+
+class _Stored(NamedTuple):
+    """What was stored in a page of the host tier: `given` lay in the slots, `held` in the storage when it was looked at."""
+
+    given: int
+    held: int
+    event: int
+    slot: int
+
+
+def _runs(view: EventView) -> list[Int64Array]:
+    """Return group, tiers and slots of an event's copies with the hashes of their ends, nothing if it has none."""
+    found = [view.ints(name) for name in _COLUMNS]
+    if not any(len(values) for values in found):
+        return []
+    runs = [view.ints(f"copy_{name}") for name in ("group", "src_tier", "src", "dst_tier", "dst")] + found
+    if len({len(values) for values in runs}) > 1:
+        raise UnusableEventError("the hashes of a copy's ends are not as many as its runs")
+    return runs
+
+
+@register
+class CopyDiffers(HistoryCheck):
+    """What lies at one end of a copy is not what lay at the other, by hashes of all layers' bytes.
+
+    Judged are stores (slots against storage), what the storage holds at the load (against what was stored there), and loads
+    (storage against slots); an end that was not read is judged by nothing.
+    """
+
+    kind = "copy_differs"
+    finds = "what lies at one end of a copy to a storage, or back, is not what lay at the other"
+    covered = Covered.COMPILED
+    events = frozenset({"kv_copy"})
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._stored: dict[tuple[int, int], _Stored] = {}
+
+    def forget(self) -> None:
+        super().forget()
+        self._stored.clear()
+
+    def event(self, view: EventView) -> Iterator[Finding]:
+        known, runs = self.history.known, _runs(view)
+        if not isinstance(known, CopyEvent) or not runs:
+            return
+        group, src_tier, src, dst_tier, dst, *ends = runs
+        for index in np.unique(group).tolist():
+            mine = group == index
+            stores = mine & (src_tier == TIER_POOL) & (dst_tier == TIER_HOST)
+            seen = mine & (src_tier == TIER_HOST) & (dst_tier == TIER_HOST)
+            loads = mine & (src_tier == TIER_HOST) & (dst_tier == TIER_POOL)
+            yield from self._stores(known, index, stores, src, dst, ends)
+            yield from self._seen(known, index, seen, dst, ends)
+            yield from self._loads(known, index, loads, src, dst, ends)
+        if len(self._stored) > MAX_HELD:
+            self._stored.clear()
+
+    def _stores(
+        self, event: CopyEvent, group: int, mine: BoolArray, src: Int64Array, dst: Int64Array, ends: list[Int64Array]
+    ) -> Iterator[Finding]:
+        given, held, *_ = ends
+        twice, both = [], []
+        for i in np.flatnonzero(mine).tolist():
+            key, before = (group, int(dst[i])), self._stored.get((group, int(dst[i])))
+            pending = before is not None and (not before.held or before.event == event.event)
+            if before is not None and pending and before.given != given[i]:
+                twice.append(int(src[i]))
+                both.append(before.event)
+            self._stored[key] = _Stored(int(given[i]), int(held[i]), event.event, int(src[i]))
+        if twice:
+            said = "is stored where another slot was just stored, whose store had not ended"
+            yield self.of_slots(event, group, np.array(twice), said, events=both, cause=Cause("two_to_one"))
+        wrong = mine & (given != 0) & (held != 0) & (given != held)
+        places, times = np.unique(dst[mine], return_counts=True)
+        wrong &= ~np.isin(dst, places[times > 1])  # the last one stands there
+        yield from self._stored_wrong(event, group, src[wrong], given[wrong], held[wrong], [])
+
+    def _seen(
+        self, event: CopyEvent, group: int, mine: BoolArray, dst: Int64Array, ends: list[Int64Array]
+    ) -> Iterator[Finding]:
+        wrong: list[tuple[int, int, int]] = []
+        events = set()
+        for i in np.flatnonzero(mine & (ends[1] != 0)).tolist():
+            key, held = (group, int(dst[i])), int(ends[1][i])
+            stored = self._stored.get(key)
+            if stored is None:
+                continue
+            self._stored[key] = stored._replace(held=held)
+            if stored.given and stored.given != held and stored.held != held:
+                wrong.append((stored.slot, stored.given, held))
+                events.add(stored.event)
+        if wrong:
+            slots, given, found = np.array(wrong, np.int64).T
+            yield from self._stored_wrong(event, group, slots, given, found, sorted(events))
+
+    def _stored_wrong(
+        self,
+        event: CopyEvent,
+        group: int,
+        slots: Int64Array,
+        given: Int64Array,
+        held: Int64Array,
+        events: list[int],
+    ) -> Iterator[Finding]:
+        other_order = (given & _LOW) == (held & _LOW)
+        for cause, mine in (("other_order", other_order), ("stored_wrong", ~other_order)):
+            if mine.any():
+                what = _OTHER_ORDER if cause == "other_order" else "other bytes"
+                said = f"was stored, and the storage holds {what}"
+                yield self.of_slots(event, group, slots[mine], said, events=events, cause=Cause(cause))
+
+    def _loads(
+        self, event: CopyEvent, group: int, mine: BoolArray, src: Int64Array, dst: Int64Array, ends: list[Int64Array]
+    ) -> Iterator[Finding]:
+        there, here, before, landed = ends
+        found: dict[tuple[str, int], list[int]] = {}
+        for i in np.flatnonzero(mine).tolist():
+            stored = self._stored.get((group, int(src[i]))) if src[i] else None
+            slot, came, lay = int(dst[i]), int(here[i]), int(there[i])
+            if came and not lay and stored is not None:  # a storage that cannot be read
+                lay = stored.given
+            if stored is not None and stored.given and lay and stored.given != lay:
+                cause = "stored_wrong" if stored.held == lay else "changed_in_store"
+                if (stored.given ^ lay) & _LOW == 0:
+                    cause = "other_order"
+                found.setdefault((cause, stored.event), []).append(slot)
+            if landed[i] == dst[i]:
+                found.setdefault(("landed_elsewhere", -3), []).append(slot)
+            elif came and lay and came != lay:
+                cause = "other_order" if (came ^ lay) & _LOW == 0 else "loaded_wrong"
+                if came == before[i]:
+                    cause = "nothing_landed" if landed[i] < 0 else "landed_elsewhere"
+                found.setdefault((cause, -1), []).append(slot)
+                if cause == "landed_elsewhere":
+                    found.setdefault(("landed_elsewhere", -2), []).append(int(landed[i]))
+        for (cause, since), slots in found.items():
+            said = _ELSEWHERE.get(since, _LOADS[cause])
+            events = [since] if since >= 0 else []
+            yield self.of_slots(event, group, np.array(slots), said, events=events, cause=Cause(cause))
+
+
+_ELSEWHERE: Final = {
+    -2: "was overwritten by a load for another slot",
+    -3: "was loaded, and its request does not hold it",
+}
+_LOADS: Final = {
+    "stored_wrong": "was loaded from a copy that was stored wrong",
+    "changed_in_store": "was loaded from a copy that changed in the storage after it was stored",
+    "other_order": f"was loaded, and holds {_OTHER_ORDER}",
+    "loaded_wrong": "was loaded, and holds other bytes than the storage",
+    "nothing_landed": "was to be loaded, and holds what it held before",
+    "landed_elsewhere": "was to be loaded, and the bytes lie in another slot",
+}
+
+
+@register
+class LoadLandedLate(HistoryCheck):
+    """A load was taken for ended, its slots held what they held before, and later they hold what was loaded.
+
+    Between the two a forward of its request has run.
+    """
+
+    kind = "load_landed_late"
+    finds = "a load landed after the engine took it for ended"
+    covered = Covered.COMPILED
+    events = frozenset({"kv_copy"})
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._missing: dict[tuple[int, int], int] = {}  # slots whose load had not landed: since which event
+
+    def forget(self) -> None:
+        super().forget()
+        self._missing.clear()
+
+    def event(self, view: EventView) -> Iterator[Finding]:
+        known, runs = self.history.known, _runs(view)
+        if not isinstance(known, CopyEvent) or not runs:
+            return
+        group, src_tier, _, dst_tier, dst, there, here, before, _ = runs
+        count = view.ints("copy_count")
+        for i in np.flatnonzero(
+            (src_tier == TIER_HOST) & (dst_tier == TIER_POOL) & (here != 0) & (there != 0)
+        ).tolist():
+            place = int(group[i]), int(dst[i])
+            since = self._missing.pop(place, -1)
+            if here[i] != there[i] and here[i] == before[i]:
+                self._missing[place] = known.event
+            elif here[i] == there[i] and since >= 0 and not count[i]:  # no load of its own
+                detail = "was loaded later than the engine took it for loaded"
+                yield self.of_slots(known, *place[:1], dst[i : i + 1], detail, events=[since])

@@ -1,0 +1,124 @@
+"""Loads beside the forwards whose ends differ, played event by event: which hop lied, by check and by incident."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.recorder.capture.engine_events import CopyEnds
+from kvcanary.recorder.capture.host_arrays import end_hashes
+from kvcanary.recorder.capture.privacy import Privacy
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+
+PAGE = 4
+STORE, LOAD, SEEN = {"dst_tier": 1}, {"src_tier": 1}, {"src_tier": 1, "dst_tier": 1}
+ROWS = np.arange(64, dtype=np.uint8).reshape(1, -1)
+RIGHT, OTHER = int(end_hashes([ROWS])[0]), int(end_hashes([ROWS + 1])[0])
+TURNED, EMPTY = int(end_hashes([ROWS.reshape(2, 32)[::-1].reshape(1, 64)])[0]), int(end_hashes([ROWS * 0])[0])
+
+
+class Copies:
+    """Pages of 4 slots that go to a storage and come back; each end is a hash, 0 for one that was not read."""
+
+    def __init__(self, path: Path, privacy: Privacy | None = None) -> None:
+        group = PoolGroup(name="full", num_slots=64, host_num_slots=64, page_size=PAGE)
+        header = TraceHeader(groups=(group,), tables=(StateTable(rows=8, width=32),))
+        self.path = path
+        self.recorder = Recorder(path, header, privacy=privacy)
+        self.recorder.request(request_id=7)
+
+    def copy(self, src: int, dst: int, ends: tuple[int, ...], count: int = PAGE, landed: int = -1, **tiers) -> None:
+        hashes = [np.array([value], np.int64) for value in (*ends, 0)[:3]]
+        ends = CopyEnds(*hashes, landed=np.array([landed], np.int64))
+        self.recorder.kv_copy(group=0, src=[src], dst=[dst], count=[count], request_id=7, ends=ends, **tiers)
+
+    def found(self, folder: Path) -> tuple[list[tuple[str, str, int]], list[str]]:
+        self.recorder.close()
+        folder.mkdir()
+        replay(self.path, settings=ReplaySettings(), report=folder)
+        rows = pq.read_table(folder / "findings.parquet").to_pylist()
+        incidents = find_incidents(folder, [self.path]).rows if rows else []
+        return [(row["kind"], row["cause"], row["slot"]) for row in rows], [row["kind"] for row in incidents]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "hashed"])
+def copies(request, tmp_path):
+    return Copies(tmp_path / "t.arrow", Privacy(bytes(range(32))) if request.param else None)
+
+
+CASES = {
+    "healthy": ([(8, 4, (RIGHT, 0), STORE), (4, 4, (0, RIGHT), SEEN), (4, 12, (RIGHT, RIGHT, OTHER), LOAD)], [], []),
+    "not read": ([(8, 4, (0, 0), STORE), (4, 12, (RIGHT, 0), LOAD), (4, 16, (0, RIGHT), LOAD)], [], []),
+    "stored wrong": (
+        [(8, 4, (RIGHT, OTHER), STORE), (4, 12, (OTHER, OTHER), LOAD)],
+        [("copy_differs", "stored_wrong", 8), ("copy_differs", "stored_wrong", 12)],
+        ["stored_wrong"],
+    ),
+    "changed in the storage": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (OTHER, OTHER), LOAD)],
+        [("copy_differs", "changed_in_store", 12)],
+        ["stored_wrong"],
+    ),
+    "another order": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (RIGHT, TURNED, EMPTY), LOAD)],
+        [("copy_differs", "other_order", 12)],
+        ["layout_misread"],
+    ),
+    "a storage that is not read": (
+        [(8, 4, (RIGHT, 0), STORE), (4, 12, (0, OTHER, EMPTY), LOAD)],
+        [("copy_differs", "loaded_wrong", 12)],
+        ["failed_load_counted_loaded"],
+    ),
+    "nothing landed": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (RIGHT, EMPTY, EMPTY), LOAD)],
+        [("copy_differs", "nothing_landed", 12)],
+        ["failed_load_counted_loaded"],
+    ),
+    "two to one": (
+        [(8, 4, (RIGHT, 0), STORE), (20, 4, (OTHER, 0), STORE)],
+        [("copy_differs", "two_to_one", 20)],
+        ["host_copy_overwritten"],
+    ),
+    "one after the other": ([(8, 4, (RIGHT, RIGHT), STORE), (20, 4, (OTHER, OTHER), STORE)], [], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_hop_that_lied_is_named(copies: Copies, tmp_path: Path, case: str) -> None:
+    made, findings, incidents = CASES[case]
+    for src, dst, ends, tiers in made:
+        copies.copy(src, dst, ends, 0 if tiers is SEEN else PAGE, **tiers)
+    assert copies.found(tmp_path / "r") == (findings, incidents)
+
+
+def test_a_load_that_lands_elsewhere(copies: Copies, tmp_path: Path) -> None:
+    copies.copy(4, 12, (RIGHT, EMPTY, EMPTY), landed=24, **LOAD)
+    copies.copy(4, 16, (RIGHT, RIGHT, EMPTY), landed=16, **LOAD)  # to slots that are not its request's
+    findings, incidents = copies.found(tmp_path / "r")
+    assert {(slot, cause) for _, cause, slot in findings} == {(slot, "landed_elsewhere") for slot in (12, 16, 24)}
+    assert incidents == ["load_landed_elsewhere"]
+
+
+@pytest.mark.parametrize("count", [0, PAGE], ids=["seen", "loaded anew"])
+def test_a_load_that_lands_late(copies: Copies, tmp_path: Path, count: int) -> None:
+    copies.copy(4, 12, (RIGHT, EMPTY, EMPTY), **LOAD)
+    copies.copy(4, 12, (RIGHT, RIGHT, EMPTY), count, **LOAD)
+    findings, incidents = copies.found(tmp_path / "r")
+    assert (("load_landed_late", "", 12) in findings) == (not count)
+    assert incidents == ["failed_load_counted_loaded" if count else "read_before_landed"]
+
+
+def test_hashes_of_ends() -> None:
+    """Another order changes the upper half alone, also over layers; other bytes change both; one page is like many."""
+    rng = np.random.default_rng(3)
+    one, two = (rng.integers(0, 256, (5, 48), dtype=np.uint8) for _ in range(2))
+    found, swapped = end_hashes([one, two]), end_hashes([two, one])
+    assert (found & 0xFFFFFFFF == swapped & 0xFFFFFFFF).all() and (found != swapped).all()
+    assert end_hashes([one[2:3], two[2:3]]) == found[2]
+    changed = one.copy()
+    changed[:, 7] ^= 1
+    assert (end_hashes([changed, two]) & 0xFFFFFFFF != found & 0xFFFFFFFF).all()
+    assert len(set(found.tolist())) == 5 and end_hashes([one[:, :3]]).all()
