@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = 40
+ROUNDS = 15
 
 READ = """
 import os, sys, threading

@@ -37,7 +37,7 @@ def judge(traces, good, path):
     return "gap", missing
 
 
-@pytest.mark.parametrize(("compression", "stride"), [("none", 37), ("lz4", 61), ("zstd", 97)])
+@pytest.mark.parametrize(("compression", "stride"), [("none", 73), ("lz4", 97), ("zstd", 127)])
 def test_flipped_bits(traces, every_byte, compression, stride):
     stride = 1 if every_byte else stride
     path = traces.write(batches=BATCHES, compression=compression)

@@ -15,16 +15,16 @@ from ...support.engines.simulated_engines import (
     random_workload,
 )
 
-# A smoke run, which is the most that `make test` can wait for; `make fuzz` asks for 5,000 cases: 160 runs and 60 pairs.
-NORMAL_RUNS = 8
-NORMAL_PAIRS = 3
+# A smoke run, which is the most that `make test` can wait for, and what `make fuzz` does, which asks for 5,000 cases.
+RUNS = {"run_seed": (5, 160), "pair_seed": (2, 60)}
+FUZZ_CASES = 5000
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name, runs in (("run_seed", NORMAL_RUNS), ("pair_seed", NORMAL_PAIRS)):
+    for name, (few, many) in RUNS.items():
         if name in metafunc.fixturenames:
             cases = metafunc.config.getoption("--conformance-cases")
-            metafunc.parametrize(name, range(max(runs, 2 * runs * cases // 500 if cases > 500 else 0)))
+            metafunc.parametrize(name, range(max(few, many * cases // FUZZ_CASES if cases > 500 else 0)))
 
 
 def test_clean_whatever_the_schedule(run_seed, tmp_path):
