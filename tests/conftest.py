@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
     # A fuzz run asks for more of the property tests as well. Nothing is timed in a test: no deadline, no complaint of a
     # slow machine.
-    examples = 100 * max(1, config.getoption("--conformance-cases") // NORMAL_CASES)
+    cases = config.getoption("--conformance-cases")
+    examples = 100 * cases // NORMAL_CASES if cases > NORMAL_CASES else 50
     settings.register_profile(
         "kvcanary",
         deadline=None,

@@ -38,7 +38,7 @@ def load_cases() -> Any:
 CASES = load_cases()
 SEEDS = st.integers(0, 1 << 30)
 # The interpreter takes most of a second for one; a fuzz run asks for more, and on a GPU there are thousands.
-EXAMPLES = settings().max_examples // 16
+EXAMPLES = settings().max_examples // 8
 
 
 @settings(max_examples=EXAMPLES)

@@ -142,7 +142,11 @@ class Damaged:
 STEPS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.booleans()), min_size=4, max_size=14)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples // 2,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     steps=STEPS,
     moment=st.integers(0, 13),

@@ -200,7 +200,9 @@ def test_a_disk_that_makes_the_engine_wait_is_spared(tmp_path: Path, monkeypatch
     tail.remove()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_bent_tails_give_whole_events_or_none(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "t.arrow"
@@ -233,7 +235,9 @@ def test_bent_tails_give_whole_events_or_none(tmp_path: Path, data: st.DataObjec
         last = number
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(body=st.one_of(st.binary(max_size=300), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12)))
 def test_bodies_with_a_right_crc_may_say_anything(tmp_path: Path, body: bytes | list[int]) -> None:
     names = b'["mark",["request_id"],["note"],["input_ids"],["kv_bytes"]]'

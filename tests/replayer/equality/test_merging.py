@@ -280,7 +280,7 @@ def scenes(draw):
     return steps
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings().max_examples // 2)
 @given(steps=scenes(), max_open=st.sampled_from([2, 1000]), table_every=st.sampled_from([1, 4, 50]))
 def test_any_history_comes_back(tmp_path_factory, steps, max_open, table_every):
     scene = Scene(tmp_path_factory.mktemp("scene"), max_open=max_open, table_every=table_every)
