@@ -85,47 +85,46 @@ def failed_load_counted_loaded(bench: Bench) -> None:
 
 @fault(reference="lab", configs=("host",), warm_up=(4, 20))
 def stored_wrong(bench: Bench) -> None:
-    """What is stored in the host tier is not what lies in the page."""
+    """What lies in the host tier is not what was stored there."""
 
-    def damage(pool: Any, _: Any, host_slots: Any) -> None:
+    def load(original: Any, pool: Any, host_slots: Any, slots: Any) -> None:
         for words in pool.host_arrays:
-            words[host_slots[0]] ^= np.uint64(0x5A5A)
+            words[host_slots] ^= np.uint64(0x5A5A)
+        original(host_slots, slots)
 
-    _host_copies(bench, "offload", "to_host", damage)
+    _one_load(bench, load)
 
 
 @fault(reference="lab", configs=("host",), warm_up=(4, 20))
 def layout_misread(bench: Bench) -> None:
     """A load takes the order of a page's tokens for another."""
 
-    def misread(pool: Any, _: Any, slots: Any) -> None:
-        for words in pool.arrays:
-            words[slots] = words[slots[::-1]].copy()
+    def load(original: Any, _: Any, host_slots: Any, slots: Any) -> None:
+        original(host_slots[::-1], slots)
 
-    _host_copies(bench, "load", "from_host", misread)
+    _one_load(bench, load)
 
 
-def _host_copies(bench: Bench, method: str, copy: str, wrong: Any) -> None:
-    """Have one copy to the host tier or back go wrong: `wrong(pool, src, dst)` is called behind it."""
+def _one_load(bench: Bench, load: Any) -> None:
+    """Have one page come back from the host tier by `load(original, pool, host_slots, slots)`."""
     memory = bench.engine.memory
 
-    def goes_wrong(node: Node, page: int = -1) -> Node | None:
+    def goes_wrong(node: Node, page: int) -> Node | None:
         if not bench.due:
             return None
-        at = page if page >= 0 else node.page
-        bench.inject(slot=at * memory.page_size, position=(node.depth - 1) * memory.page_size)
+        bench.inject(slot=page * memory.page_size, position=(node.depth - 1) * memory.page_size)
         return node
 
-    going_wrong = while_inside(memory.host, method, goes_wrong)
-
+    going_wrong = while_inside(memory.host, "load", goes_wrong)
     for pool in memory.pools:
 
-        def copied(original: Any, *args: Any, pool: Any = pool) -> None:
-            original(*args)
+        def loads(original: Any, *args: Any, pool: Any = pool) -> None:
             if going_wrong:
-                wrong(pool, *args)
+                load(original, pool, *args)
+            else:
+                original(*args)
 
-        around(pool, copy)(copied)
+        around(pool, "from_host")(loads)
 
 
 @fault(reference="lab", configs=("host",), warm_up=(4, 20))
