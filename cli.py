@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "record": ("recorder.cli.record", "record_command", "Run an engine with the recorder on."),
     "recover": ("recorder.cli.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("", "", "Replay traces and judge them (kvcanary-replay)."),
+    "ship": ("recorder.cli.ship", "ship_command", "Move finished traces to an object store."),
     "shrink": ("analysis.cli.shrink", "shrink_command", "Cut a trace down to what shows one incident, for an issue."),
     "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),

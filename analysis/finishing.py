@@ -24,6 +24,7 @@ def finish(summary: Summary) -> str:
     """
     if summary.report is None:
         return ""
+    from ..recorder.remote import as_path
     from ..replayer.report.report import write_summary
     from .errors import AnalysisError
     from .incidents.schema import INCIDENTS_NAME, MEMBERS_NAME
@@ -38,7 +39,7 @@ def finish(summary: Summary) -> str:
             return f"no incidents yet: kvcanary incidents {shlex.quote(summary.report)} finds them" if too_many else ""
         from .incidents.finding import find_incidents, trace_files, write_incidents
 
-        found = find_incidents(report, trace_files(Path(summary.trace), summary.header.trace_id))
+        found = find_incidents(report, trace_files(as_path(summary.trace), summary.header.trace_id))
         write_incidents(report, found)
         summary.num_incidents = len(found.rows)
         summary.incidents = [_short(row) for row in found.rows[:MAX_IN_SUMMARY]]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
+from .remote import RemotePath
+
 MAX_BYTES: Final = 1 << 20  # of what people put into a file by hand
 _READ_BYTES: Final = 1 << 20
 _NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -116,6 +118,10 @@ def regular_file(path: Path, *, links: bool = True) -> Iterator[int]:
 
     Raises `OSError` if it cannot be read, or is a folder, a pipe or a device; `strerror` says what.
     """
+    if isinstance(path, RemotePath):
+        with path.open("rb") as copy:
+            yield copy.fileno()
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     try:
         mode = os.fstat(descriptor).st_mode

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...recorder.errors import TraceError
+from ...recorder.remote import as_path
 from ...recorder.trace.reader import TraceReader
 from ...recorder.trace.recordings import group_recordings
 from ...replayer.checks import FINDING_KINDS
@@ -98,7 +99,7 @@ def _against_reference(traces: Sequence[Path], criterion: Criterion) -> BisectVe
     settings = DiffSettings(kv=criterion.kv, kv_tolerance=criterion.kv_tolerance)
     for recording in group_recordings(traces)[0]:
         try:
-            result = diff_traces(Path(criterion.value), recording.paths, settings=settings)
+            result = diff_traces(as_path(criterion.value), recording.paths, settings=settings)
         except AnalysisError as error:
             doubts.append(str(error))
             continue
@@ -142,7 +143,7 @@ def _is_bad(summary: Summary, criterion: Criterion) -> bool:
     if criterion.kind == INCIDENT:
         return any(incident["kind"] == criterion.value for incident in summary.incidents)
     if criterion.kind == SQL:
-        trace = Path(summary.trace)  # of several segments there is no such file
+        trace = as_path(summary.trace)  # of several segments there is no such file
         sources = find_sources([Path(summary.report or "")], trace=trace if trace.is_file() else None)
         with open_sources(sources) as session:
             rows = session.sql(criterion.value)

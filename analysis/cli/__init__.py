@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from ..store.sources import Source
 
-report_argument = click.argument("report", metavar="REPORT", type=GivenPath())
-reports_argument = click.argument("path", metavar="REPORT|TRACE|FOLDER", type=GivenPath())
-trace_option = click.option("--trace", type=GivenPath(), help="Where the report's trace is now, if it has moved.")
+report_argument = click.argument("report", metavar="REPORT", type=GivenPath(url=True))
+reports_argument = click.argument("path", metavar="REPORT|TRACE|FOLDER", type=GivenPath(url=True))
+trace_option = click.option(
+    "--trace", type=GivenPath(url=True), help="Where the report's trace is now, if it has moved."
+)
 
 
 def say(text: str, *, err: bool = False) -> None:

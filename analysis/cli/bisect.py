@@ -131,7 +131,7 @@ def bisect_command() -> None:
 
 
 @bisect_command.command("saved", epilog=_SAVED_EPILOG, options_metavar="[OPTIONS]")
-@click.argument("traces", nargs=-1, required=True, metavar="TRACES...", type=GivenPath())
+@click.argument("traces", nargs=-1, required=True, metavar="TRACES...", type=GivenPath(url=True))
 @click.option(
     "--order",
     type=GivenPath(),

@@ -59,8 +59,8 @@ docs/guide/diff.md says what each kind means.
 
 
 @click.command("diff", epilog=_EPILOG)
-@click.argument("a", metavar="A", type=GivenPath())
-@click.argument("b", metavar="B", type=GivenPath())
+@click.argument("a", metavar="A", type=GivenPath(url=True))
+@click.argument("b", metavar="B", type=GivenPath(url=True))
 @click.option(
     "--align",
     type=click.Choice(ALIGNMENTS),

@@ -23,7 +23,7 @@ Exit codes: 0 written, 2 wrong usage, an unreadable trace, or perfetto's package
 
 
 @click.command("export", epilog=_EPILOG)
-@click.argument("sources", nargs=-1, required=True, metavar="TRACE_OR_REPORT...", type=GivenPath())
+@click.argument("sources", nargs=-1, required=True, metavar="TRACE_OR_REPORT...", type=GivenPath(url=True))
 @click.option(
     "--perfetto", type=GivenPath(dir_okay=False), metavar="FILE", required=True, help="Write a Perfetto trace."
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...recorder.cli.program import CommandError, GivenPath, terminal_width
+from ...recorder.remote import as_path
 from ..errors import AnalysisError, SqlError
 from . import say, trace_option
 
@@ -90,7 +91,7 @@ def sql_command(
 
 def _split(arguments: tuple[str, ...]) -> tuple[list[Path], str | None]:
     """Tell sources from the query: the last argument is one where no such file exists and it has more than a word."""
-    last, paths = arguments[-1], [Path(argument) for argument in arguments]
+    last, paths = arguments[-1], [as_path(argument) for argument in arguments]
     if not last.strip():
         raise click.UsageError("the query, or a name, is empty; is a variable of the shell unset?")
     try:

@@ -20,6 +20,7 @@ import pyarrow.fs
 
 from ...recorder.errors import TraceError
 from ...recorder.files import is_regular
+from ...recorder.remote import RemotePath, located
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceGap
 from ...recorder.trace.schema import trace_schema
@@ -309,9 +310,12 @@ def scan_trace(files: Sequence[Path], resources: ExitStack) -> TraceScan:
             states = file_states(paths)
         elif file_states(files) != states:
             raise AnalysisError(f"{files[0]}: was changed while it was checked; run it again")
-        plain = [str(plain_path(path, resources)) for path in paths]
         # Not mapped: a file that is cut short during a query would end the process.
-        events = pa.dataset.dataset(plain, format="ipc", filesystem=pa.fs.LocalFileSystem(use_mmap=False))
+        filesystem = pa.fs.LocalFileSystem(use_mmap=False)
+        plain = [str(plain_path(path, resources)) for path in paths]
+        if remote := [located(path, tries=6) for path in paths if isinstance(path, RemotePath)]:
+            filesystem, plain = remote[0][0], [key for _, key in remote]
+        events = pa.dataset.dataset(plain, format="ipc", filesystem=filesystem)
         return TraceScan(
             header=stream.header, events=events, states=states, complete=stream.complete, gaps=gaps, names=names
         )
@@ -331,6 +335,8 @@ def file_states(paths: Iterable[Path]) -> FileStates:
 
 def _others_may_change(path: Path) -> bool:
     """Whether another user may write to a file, or put another in its place, after it was checked."""
+    if isinstance(path, RemotePath):  # where whoever may write is nothing that we could see
+        return False
     path = path.resolve()
     for place in (path, path.parent):
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import duckdb
 import pyarrow as pa
 
+from ...recorder.remote import as_path
 from ..errors import AnalysisError, SqlError
 from .library import BASE, DERIVED, base_statements, derived_statements, sql_file
 from .live import FileStates, Interruptible, connect, file_states, make_raw_relations, plain_path, quoted
@@ -152,9 +153,9 @@ def open_report(
     `trace` is where its trace is now, if it has moved. `unlocked` lets the SQL read and write files, load extensions and change
     DuckDB's settings. Raises `AnalysisError` if there is no report, or no readable one.
     """
-    report = Path(path)
+    report = as_path(path)
     read_summary(report)  # says so where a trace was given
-    return open_sources(find_sources([report], trace=None if trace is None else Path(trace)), unlocked=unlocked)
+    return open_sources(find_sources([report], trace=None if trace is None else as_path(trace)), unlocked=unlocked)
 
 
 def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> SqlSession:
@@ -164,7 +165,7 @@ def open_traces(*paths: str | os.PathLike[str], unlocked: bool = False) -> SqlSe
     """
     if not paths:
         raise AnalysisError("no trace is given; name at least one trace or report folder")
-    return open_sources(find_sources([Path(path) for path in paths]), unlocked=unlocked)
+    return open_sources(find_sources([as_path(path) for path in paths]), unlocked=unlocked)
 
 
 def open_sources(

@@ -2,23 +2,28 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ...kernels.user_cache import user_cache
 from ...recorder.errors import TraceError
-from ...recorder.files import read_regular_file
+from ...recorder.files import read_regular_file, read_small_file, replace_file, replacing
+from ...recorder.remote import RemotePath, as_path
 from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.reader import TraceReader
 from ...recorder.trace.recordings import group_recordings, traces_in
-from ...replayer.report.report import REPORT_FILES, SUMMARY_NAME
+from ...replayer.report.report import REPORT_FILES, STORE_NAME, SUMMARY_NAME
 from ..errors import AnalysisError
 
 MAX_SUMMARY_BYTES: Final = 64 << 20
+_ORIGIN: Final = "origin"  # beside the copy of a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +57,11 @@ def named_in(path: Path) -> list[Path]:
     traces lie elsewhere. Raise `AnalysisError` if a folder holds nothing of that kind.
     """
     if not path.is_dir() or any((path / name).exists() for name in REPORT_FILES):
-        return [path]
+        return [_at_hand(path)]
     found: list[Path] = []
     with contextlib.suppress(TraceError):  # a folder may hold reports alone
         for recording in group_recordings(traces_in(path))[0]:
-            report = Path(recording.name).with_suffix(".report")
+            report = as_path(recording.name).with_suffix(".report")
             found += [report] if (report / SUMMARY_NAME).exists() else recording.paths
     found += sorted({summary.parent for summary in path.glob(f"*/{SUMMARY_NAME}")} - {*found})
     if not found:
@@ -64,15 +69,15 @@ def named_in(path: Path) -> list[Path]:
             f"{path}: neither a report (it has no summary.json) nor a folder of traces (it holds no .arrow file); "
             "name a trace, a report, or a folder of them"
         )
-    return found
+    return [_at_hand(one) for one in found]
 
 
 def reports_named(path: Path) -> list[Path]:
     """Return the reports that a path stands for: itself, the one beside a trace, or all of a folder; raise `AnalysisError`."""
     named = named_in(path)
-    if named == [path] and (path.is_dir() or not os.path.lexists(path)):  # who reads it says what is wrong with it
+    if named == [path] and (path.is_dir() or not _is_there(path)):  # who reads it says what is wrong with it
         return named
-    beside = [one if one.is_dir() else one.with_suffix(".report") for one in named]
+    beside = [_at_hand(one if one.is_dir() else one.with_suffix(".report")) for one in named]
     reports = [one for one in dict.fromkeys(beside) if (one / SUMMARY_NAME).exists()]
     if not reports:
         raise AnalysisError(f"{path}: no report in or beside it; run kvcanary-replay {shlex.quote(str(path))}")
@@ -85,7 +90,7 @@ def find_sources(paths: Sequence[Path], *, trace: Path | None = None) -> list[So
         raise AnalysisError("--trace goes with one report folder; name traces as arguments instead")
     found: list[Source] = []
     for path in paths:
-        source = _report_source(path, trace) if path.is_dir() else _trace_source(path)
+        source = _report_source(_at_hand(path), trace) if path.is_dir() else _trace_source(path)
         traces = [other.trace for other in found]
         known = next((i for i, one in enumerate(traces) if one and source.trace and one.samefile(source.trace)), None)
         if known is None:
@@ -115,10 +120,10 @@ def read_summary(report: Path) -> dict[str, Any]:
 
 
 def _report_source(report: Path, moved_to: Path | None) -> Source:
-    summary = read_summary(report)
-    recorded = Path(summary["trace"])
-    beside = report.with_name(f"{report.name.removesuffix('.report')}.arrow")
-    candidates = [moved_to] if moved_to else [beside, recorded, report / recorded.name, report.parent / recorded.name]
+    summary, home = read_summary(report), _home(report)
+    recorded = as_path(summary["trace"])
+    beside = home.with_name(f"{report.name.removesuffix('.report')}.arrow")
+    candidates = [moved_to] if moved_to else [beside, recorded, home / recorded.name, home.parent / recorded.name]
     numbers = summary.get("segments")
     if isinstance(numbers, list) and numbers and split_segment_name(recorded) is None:
         return _segments_source(report, summary, numbers, candidates, moved_to)
@@ -127,7 +132,7 @@ def _report_source(report: Path, moved_to: Path | None) -> Source:
         try:
             trace_id = _trace_id(candidate)
         except TraceError as error:
-            if candidate in (moved_to, recorded) or os.path.lexists(candidate):  # the others are guesses
+            if candidate in (moved_to, recorded) or _is_there(candidate):  # the others are guesses
                 problem = problem or str(error)
             continue
         if trace_id == summary.get("trace_id"):
@@ -142,7 +147,7 @@ def _segments_source(
     report: Path, summary: dict[str, Any], numbers: list[int], candidates: list[Path], moved_to: Path | None
 ) -> Source:
     """Return a report on segments with those of its recording, in the folder where all that it speaks of lie."""
-    recorded = Path(summary["trace"])
+    recorded = as_path(summary["trace"])
     problem = f"{moved_to or recorded}: no segment of this recording is there"
     for candidate in candidates:
         folder = candidate if candidate.is_dir() else candidate.parent
@@ -175,7 +180,7 @@ def _segments_in(folder: Path, name: str) -> list[tuple[int, Path]]:
 
 
 def _trace_source(trace: Path) -> Source:
-    if not os.path.lexists(trace):
+    if not _is_there(trace):
         raise AnalysisError(f"{trace}: no such file or folder; name a trace or a report folder")
     try:
         trace_id = _trace_id(trace)
@@ -186,7 +191,41 @@ def _trace_source(trace: Path) -> Source:
     with contextlib.suppress(AnalysisError):
         summary = read_summary(report)
     fits = summary and summary.get("trace_id") == trace_id
-    return Source(name=trace.stem, trace=trace, report=report if fits else None, summary=summary if fits else None)
+    return Source(
+        name=trace.stem, trace=trace, report=_at_hand(report) if fits else None, summary=summary if fits else None
+    )
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
+def _at_hand(path: Path) -> Path:
+    """Return a path, for a report in an object store a copy of it in this user's cache, made anew if it changed there."""
+    if not isinstance(path, RemotePath) or not (path / SUMMARY_NAME).exists():
+        return path
+    found = (path / SUMMARY_NAME).stat()
+    stamp = f"{path}\n{found.st_size} {found.st_mtime_ns}"
+    copy = user_cache() / "reports" / hashlib.sha256(str(path).encode()).hexdigest()[:16] / path.name
+    with contextlib.suppress(OSError):
+        if read_small_file(copy.parent / _ORIGIN).decode() == stamp:
+            return copy
+    copy.mkdir(mode=0o700, parents=True, exist_ok=True)
+    there = {one.name for one in path.iterdir()}
+    for name in REPORT_FILES:
+        (copy / name).unlink(missing_ok=True)
+        if name in there and name != STORE_NAME:  # which is made here, where it is believed
+            with (path / name).open("rb") as source, replacing(copy / name) as target:
+                shutil.copyfileobj(source, target)
+    replace_file(copy.parent / _ORIGIN, stamp.encode())
+    return copy
+
+
+def _home(report: Path) -> Path:
+    """Return where a report really lies, if it is a copy that `_at_hand` made."""
+    if report.parent.parent == user_cache() / "reports":
+        return as_path(read_small_file(report.parent / _ORIGIN).decode().partition("\n")[0])
+    return report
 
 
 def _trace_id(trace: Path) -> str:

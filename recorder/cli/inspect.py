@@ -32,7 +32,7 @@ Examples:
 
 
 @click.command("inspect", epilog=_EPILOG)
-@click.argument("trace", type=GivenPath())
+@click.argument("trace", type=GivenPath(url=True))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def inspect_command(trace: Path, as_json: bool) -> None:
     """Show what TRACE holds: header, events, requests, time span, sizes, losses. Of a folder, a line for each file.

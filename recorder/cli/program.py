@@ -19,6 +19,7 @@ import click
 
 from ..errors import error_text, printable, printable_message
 from ..process.endings import ENDINGS, ignore_endings
+from ..remote import RemotePath, as_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -244,13 +245,18 @@ def terminal_width() -> int | None:
 
 
 class GivenPath(click.Path):
-    """A `pathlib.Path` that is not empty: an empty one would stand for the folder one is in."""
+    """A `pathlib.Path` that is not empty: an empty one would stand for the folder one is in; with `url` also a URL."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, url: bool = False, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
+        self._url = url
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path; an empty name ends the command."""
         if value == "":
             self.fail("the name is empty; is a variable of the shell unset?", param, ctx)
-        return super().convert(value, param, ctx)
+        if isinstance(found := as_path(value), RemotePath):
+            if not self._url:
+                self.fail(f"{value} is a URL, expected a local name; `kvcanary ship` copies files to URLs", param, ctx)
+            return found
+        return super().convert(found, param, ctx)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TraceError, printable
+from ..remote import beside
 from .program import CommandError, GivenPath
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ Examples:
 
 
 @click.command("recover", epilog=_EPILOG)
-@click.argument("torn", type=GivenPath())
+@click.argument("torn", type=GivenPath(url=True))
 @click.option("-o", "--output", type=GivenPath(), help="Default: TORN's name with .recovered.arrow.")
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was kept and lost as JSON.")
@@ -43,7 +44,7 @@ def recover_command(torn: Path, output: Path | None, force: bool, as_json: bool)
         if output is not None:
             raise click.UsageError("-o names one file; what is recovered of a folder goes beside each torn file")
         sys.exit(_recover_folder(torn, force=force, as_json=as_json))
-    target = output or torn.with_name(f"{torn.stem}{RECOVERED}")
+    target = output or beside(torn) / f"{torn.stem}{RECOVERED}"
     try:
         result = recover(torn, target, overwrite=force)
     except TraceError as error:
@@ -89,7 +90,7 @@ def _recover_folder(folder: Path, *, force: bool, as_json: bool) -> int:
     except TraceError as error:
         fail(folder, error)
     for path in paths:
-        target = path.with_name(f"{path.stem}{RECOVERED}")
+        target = beside(path) / f"{path.stem}{RECOVERED}"
         if is_being_written(path):
             live += 1
             continue

@@ -7,7 +7,6 @@ import shlex
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -126,8 +125,8 @@ def inspect_trace(path: str | os.PathLike[str]) -> TraceInspection:
     """Read a trace once and say what it holds; raise `UnreadableTraceError`."""
     with TraceReader(path) as reader:
         facts: dict[str, Any] = {"size_bytes": reader.size_bytes, "complete": reader.complete, "header": reader.header}
-        found = TraceInspection(path=str(Path(path)), **facts)
-        for file in (Path(path), *tail_paths(Path(path))):
+        found = TraceInspection(path=str(reader.path), **facts)
+        for file in (reader.path, *tail_paths(reader.path)):
             with contextlib.suppress(OSError):
                 found.written_ns = max(found.written_ns, file.stat().st_mtime_ns)
         for item in reader.stream():

@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from ..errors import TraceError, UnreadableTraceError
+from ..remote import RemoteFile, RemotePath, as_path
 from . import framing
 from .batch import EventView, TraceBatch, TraceGap
 from .decode import ARROW_ERRORS, check_schema, decode_schema
 from .files import is_locked, recording_path, segment_path, split_segment_name
 from .header import TraceHeader
 from .tail_reader import TailReader
-from .trace_bytes import TraceBytes
+from .trace_bytes import RemoteBytes, TraceBytes
 from .walk import Walk
 
 __all__ = ["EventView", "TraceBatch", "TraceGap", "TraceReader", "read_trace"]
@@ -30,7 +31,7 @@ class TraceReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self._bytes, self.size_bytes = _open(self.path)  # the file's size when it was opened
         self._footer: framing.Footer | None = None
         self._header_damage = ""
@@ -42,8 +43,9 @@ class TraceReader:
                 self._footer, self._limit = footer, footer.start
         except BaseException as error:
             self.close()
-            if isinstance(error, UnreadableTraceError):
-                raise UnreadableTraceError(f"{self.path}: {error}") from None
+            if isinstance(error, UnreadableTraceError | OSError):
+                why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
+                raise UnreadableTraceError(f"{self.path}: {why}") from None
             raise
 
     def __enter__(self) -> Self:
@@ -183,6 +185,8 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[EventView]:
 
 
 def _open(path: Path) -> tuple[TraceBytes, int]:
+    if isinstance(path, RemotePath):
+        return _open_remote(path)
     try:
         # A pipe that nobody writes to must not make anybody wait.
         source = TraceBytes(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
@@ -203,6 +207,17 @@ def _open(path: Path) -> tuple[TraceBytes, int]:
     elif stat.S_ISREG(found.st_mode):
         problem = "empty, expected a kvcanary trace; was the recorder ever started?"
     raise UnreadableTraceError(f"{path}: {problem}")
+
+
+def _open_remote(path: RemotePath) -> tuple[TraceBytes, int]:
+    try:
+        file = RemoteFile(path)
+    except OSError as error:
+        raise UnreadableTraceError(f"{path}: {error.strerror}") from None
+    if not file.size:
+        file.close()
+        raise UnreadableTraceError(f"{path}: empty, expected a kvcanary trace")
+    return RemoteBytes(file), file.size
 
 
 _FOREIGN = {

@@ -15,6 +15,7 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from ..files import regular_file
+from ..remote import RemotePath
 from .batch import TraceBatch, TraceGap
 from .event import TraceEvent, encode_events
 from .files import tail_paths
@@ -62,7 +63,7 @@ class TailReader:
     """
 
     def __init__(self, trace: Path, trace_id: str) -> None:
-        self._trace = Path(os.path.realpath(trace))
+        self._trace = trace if isinstance(trace, RemotePath) else Path(os.path.realpath(trace))
         self._trace_id = trace_id
         self.whole = False
 

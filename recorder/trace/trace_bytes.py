@@ -9,9 +9,11 @@ from typing import Final, Self
 
 import pyarrow as pa
 
+from ..remote import RemoteFile
 from .schema import MAX_BATCH_RATIO, MAX_FREE_BATCH_BYTES
 
 ALIGNMENT: Final = 64
+_FETCHED_AHEAD: Final = 4  # chunks of an object
 
 
 class TornError(Exception):
@@ -77,6 +79,35 @@ class TraceBytes:
         while done < len(data) and (came := os.preadv(self.descriptor, [data[done:]], start + done)):
             done += came
         return done
+
+
+class RemoteBytes(TraceBytes):
+    """An object of a store, which is whole and stays as it is; takes it over. `again` gives one that fetches ahead."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        super().__init__(-1)
+        self._file = file
+
+    def size(self) -> int:
+        """Return the object's size."""
+        return self._file.size
+
+    held_bytes = size
+
+    def data_from(self, start: int) -> int | None:
+        """Return `start`: a store has no holes."""
+        return start if start < self._file.size else None
+
+    def again(self) -> Self:
+        """Return the same object opened anew, for who reads it from end to end."""
+        return type(self)(self._file.again(ahead=_FETCHED_AHEAD))
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+
+    def _read(self, data: memoryview, start: int) -> int:
+        return self._file.read_into(data, start)
 
 
 def aligned(size: int, before: int) -> tuple[pa.Buffer, memoryview]:

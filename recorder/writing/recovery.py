@@ -11,6 +11,7 @@ import pyarrow as pa
 from ..errors import TraceError
 from ..files import partial_path
 from ..process.settings import COMPRESSIONS
+from ..remote import as_path
 from ..trace.batch import CUT, TraceBatch
 from ..trace.event import batch_metadata, encode_events, loss_event
 from ..trace.reader import TraceReader
@@ -42,7 +43,7 @@ def recover(source: str | Path, target: str | Path, *, overwrite: bool = False) 
     `UnreadableTraceError` when no header can be read, `TraceError` when `target` cannot be written, exists already
     (without `overwrite`) or is the source itself.
     """
-    source, target = Path(source), Path(target)
+    source, target = as_path(source), Path(target)
     with TraceReader(source) as reader:
         if reader.being_written:
             advice = "replay it as far as it is, or stop the engine"

@@ -125,7 +125,7 @@ def make_replay_command(
     return click.command("replay", cls=JsonErrors, epilog=_EPILOG, context_settings={"show_default": True})(run)
 
 
-@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath())
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=GivenPath(url=True))
 @click.option(
     "--report",
     type=GivenPath(file_okay=False),

@@ -12,6 +12,7 @@ import click
 
 from ...recorder.errors import TraceError
 from ...recorder.files import ForeignFolderError
+from ...recorder.remote import as_path, beside
 from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.recordings import Recording
 from ..report.summary import EXIT_UNREADABLE
@@ -36,8 +37,8 @@ def report_folders(recordings: list[Recording], report: Path | None, no_report: 
     named = [_report_name(recording) for recording in recordings]
     for number, recording in enumerate(recordings):  # a file that has the name of a recording's segments
         if named.count(named[number]) > 1 and split_segment_name(recording.paths[0]) is None:
-            named[number] = Path(recording.name)
-    folders = [(report or trace.parent) / f"{trace.name}.report" for trace in named]
+            named[number] = as_path(recording.name)
+    folders = [(report or beside(trace)) / f"{trace.name}.report" for trace in named]
     shared = next((folder for folder in folders if folders.count(folder) > 1), None)
     if shared:
         raise _shared(shared)
@@ -110,7 +111,7 @@ def _drop_if_empty(folder: Path) -> None:
 
 def _report_name(recording: Recording) -> Path:
     """Return a recording's name; of a part of its segments with their numbers: the whole recording's report stays."""
-    name = Path(recording.name).with_suffix("")
+    name = as_path(recording.name).with_suffix("")
     splits = [split_segment_name(path) for path in recording.paths]
     numbers = [split[1] for split in splits if split is not None]
     if len(recording.paths) == 1 or not numbers or len(numbers) < len(splits):

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ...recorder.errors import TraceError
 from ...recorder.process.endings import endings_deferred
+from ...recorder.remote import as_path
 from ...recorder.state.pools import pool_bytes
 from ...recorder.trace.batch import TraceBatch, TraceGap
 from ...recorder.trace.recordings import recording_name
@@ -185,7 +186,7 @@ def replay(
     `report` is the report directory, which must exist, None to write nothing; `on_progress` is called after every batch.
     Raises `TraceError` if the trace cannot be read at all, or not with these settings.
     """
-    with ReplayRun(Path(trace), settings=settings, report=report) as run:
+    with ReplayRun(as_path(trace), settings=settings, report=report) as run:
         _run_all([run], on_progress)
         return run.finish()
 

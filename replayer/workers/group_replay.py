@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
 from ...recorder.files import ForeignFolderError
+from ...recorder.remote import as_path
 from ...recorder.trace.reader import TraceReader
 from ..report.report import STRETCH_PREFIX, check_report_folder, write_summary
 from ..report.summary import MAX_LISTED, Summary
@@ -95,7 +96,7 @@ def replay_group(
         for job in jobs:
             # A trace that cannot be judged leaves no empty report behind.
             resolve_kv_hash(task.settings.kv_hash, SegmentStream(job.recording.paths).header)
-            folders.append(_place(Path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
+            folders.append(_place(as_path(job.recording.name), job.report, explicit=task.explicit, notes=notes))
         try:
             if jobs[0].stretch is None:
                 for folder in folders:
