@@ -1,0 +1,81 @@
+"""The pytest plugin: a test whose engine damages its KV cache fails, with the sentence of the incident."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..support.places import DATA, ROOT
+
+ENGINES = '''
+import os, shutil, subprocess, sys
+from pathlib import Path
+
+DATA = Path("DATA")
+
+def engine(trace, name):
+    """An engine leaves a trace where the environment says."""
+    shutil.copy(DATA / trace, Path(os.environ["KVCANARY_TRACE"]) / name)
+
+def test_clean():
+    engine("clean_llama.arrow", "clean.arrow")
+
+def test_without_an_engine():
+    pass
+
+def test_damage():
+    engine("simulated/mla_free_too_early.arrow", "damaged.arrow")
+
+def test_in_a_process_of_its_own():
+    code = "from test_engines import *; engine('kv_flip.arrow', 'child.arrow')"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+'''.replace('DATA")', f'{DATA}")')
+
+
+def pytest_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_engines.py").write_text(ENGINES)
+    plugin = ["-p", "no:cacheprovider", "-p", "kvcanary.analysis.pytest_plugin", "--rootdir", str(folder)]
+    words = [sys.executable, "-m", "pytest", *plugin, *options]
+    environ = os.environ | {"PYTEST_ADDOPTS": "", "PYTHONPATH": str(folder), "COLUMNS": "200"}
+    return subprocess.run([*words, folder], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_an_incident_fails_its_test(tmp_path: Path) -> None:
+    done = pytest_run(tmp_path, "--kvcanary", "-n", "1")
+    assert "2 failed, 2 passed" in done.stdout, done.stdout
+    assert "found   294 violations, 5 findings, 1 incidents" in done.stdout
+    assert (
+        "FAILED test_engines.py::test_damage - kvcanary: a page was given back too early (free_too_early" in done.stdout
+    )
+    assert "FAILED test_engines.py::test_in_a_process_of_its_own - kvcanary: " in done.stdout
+    kept = sorted(path.name for path in (tmp_path / ".kvcanary").rglob("*.arrow"))
+    assert kept == ["child.arrow", "damaged.arrow"]
+    assert "3 replays after 3 tests: 1 clean, 2 corrupt" in done.stdout
+
+
+def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
+    done = pytest_run(tmp_path)
+    assert "3 failed, 1 passed" in done.stdout
+    assert not (tmp_path / ".kvcanary").exists()
+
+
+ACTION = ROOT / ".github" / "actions" / "replay"
+
+
+@pytest.mark.parametrize(
+    ("trace", "code", "said"),
+    [
+        ("kv_flip.arrow", 1, "confidence high)"),
+        ("gone.arrow", 2, "no such file"),
+    ],
+)
+def test_the_github_action_puts_incidents_into_the_summary(tmp_path: Path, trace: str, code: int, said: str) -> None:
+    summary, output = tmp_path / "summary.md", tmp_path / "output"
+    given = {"TRACES": str(DATA / trace), "ACTION": str(ACTION), "RUNNER_TEMP": str(tmp_path)}
+    given |= {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_OUTPUT": str(output), "GITHUB_WORKSPACE": str(tmp_path)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", ACTION / "replay.sh"], env=os.environ | given | {"PATH": path}, check=False)
+    assert (done.returncode, output.read_text()) == (code, f"exit-code={code}\n")
+    assert said in summary.read_text(), summary.read_text()
