@@ -104,7 +104,7 @@ class RemotePath(PosixPath):
 
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]  # as above
         """Yield what lies right below and has such a name, or below that by a name of its own; raise `OSError`."""
-        first, _, rest = pattern.rstrip("/").partition("/")
+        first, _slash, rest = pattern.rstrip("/").partition("/")
         for found in self.iterdir():
             if found.match(first) and (not rest or (found / rest).exists()):
                 yield found / rest if rest else found
@@ -113,11 +113,11 @@ class RemotePath(PosixPath):
         """Whether the other is the same URL."""
         return str(self) == str(other_path)
 
-    def absolute(self) -> "RemotePath":  # type: ignore[override]  # as above
+    def absolute(self) -> "RemotePath":
         """Return itself."""
         return self
 
-    def resolve(self, strict: bool = False) -> "RemotePath":  # type: ignore[override]  # as above
+    def resolve(self, strict: bool = False) -> "RemotePath":
         """Return itself."""
         return self
 
