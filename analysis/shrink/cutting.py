@@ -112,9 +112,9 @@ class Cutter:
             isinstance(known, SlotEvent) and known.kind == "alloc" and known.status == ALLOC_FRESH
         )
         losses.name(named, len(self._events), begins=begins)
-        if isinstance(known, SlotEvent):
-            losses.give(touched, request)
-        elif isinstance(known, StatusEvent):  # what a request that leaves still holds is judged
+        if isinstance(known, SlotEvent | StatusEvent):
+            losses.give(touched, request, back=isinstance(known, SlotEvent) and known.kind != "alloc")
+        if isinstance(known, StatusEvent):  # what a request that leaves still holds is judged
             losses.name(losses.held(request), len(self._events), begins=True)
         event = self._put(view, number)
         if isinstance(known, CopyEvent):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import BoolArray, Int64Array
 from ...recorder.capture.host_arrays import ordered_runs
 from ...recorder.trace.event import TraceEvent, loss_event
 from ...recorder.trace.header import TraceHeader
@@ -17,12 +17,13 @@ from .parts import LEFT_OUT, NOBODY, NOTHING, Slots
 @dataclass(slots=True)
 class _Known:
     """What became of a pool group's slots, or of the rows of requests: `named` is 1 + the place of the last kept event that
-    names one, `lost` the place from which on nobody knows what it holds, -1 if everybody does, `holder` who was given it.
+    names one, `lost` the place from which on nobody knows what it holds, -1 if everybody does, `holder` who was given it, `free` if it was given back.
     """
 
     named: Int64Array
     lost: Int64Array
     holder: Int64Array
+    free: BoolArray
 
 
 class Losses:
@@ -34,7 +35,7 @@ class Losses:
     def __init__(self, header: TraceHeader) -> None:
         sizes = [group.num_slots for group in header.groups] + [max([1, *(table.rows for table in header.tables)])]
         self.rows = len(header.groups)
-        self._known = [_Known(np.zeros(n, np.int64), np.full(n, -1), np.full(n, NOBODY)) for n in sizes]
+        self._known = [_Known(np.zeros(n, np.int64), np.full(n, -1), np.full(n, NOBODY), np.ones(n, np.bool_)) for n in sizes]
         self._places: dict[int, dict[int, list[Int64Array]]] = defaultdict(lambda: defaultdict(list))
 
     def names(self, slots: Slots) -> bool:
@@ -51,15 +52,17 @@ class Losses:
             known = self._known[group]
             named = given[(given > 0) & (given < len(known.named))]
             lost = known.lost[named]
-            due = (lost > 0) | ((lost == 0) & (not begins))
+            due = lost >= 0
+            if begins:
+                due &= (lost > 0) & ~known.free[named]
             for at in np.unique(lost[due]).tolist():
                 self._places[at][group].append(named[due & (lost == at)])
             known.lost[named], known.named[named] = -1, place + 1
 
-    def give(self, slots: Slots, request: int) -> None:
+    def give(self, slots: Slots, request: int, *, back: bool) -> None:
         """Note who is given slots, or gives them back."""
         for group, given in slots.items():
-            self._known[group].holder[given] = request
+            self._known[group].holder[given], self._known[group].free[given] = request, back
 
     def held(self, request: int) -> dict[int, Int64Array]:
         """Return the slots that a request was given last."""
@@ -77,7 +80,7 @@ class Losses:
         """Begin anew: everything is unknown."""
         self._places.clear()
         for known in self._known:
-            known.named[:], known.lost[:], known.holder[:] = 0, -1, NOBODY
+            known.named[:], known.lost[:], known.holder[:], known.free[:] = 0, -1, NOBODY, True
 
     def put_between(
         self, events: list[TraceEvent], numbers: Iterable[int], number: int
