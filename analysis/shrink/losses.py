@@ -35,7 +35,9 @@ class Losses:
     def __init__(self, header: TraceHeader) -> None:
         sizes = [group.num_slots for group in header.groups] + [max([1, *(table.rows for table in header.tables)])]
         self.rows = len(header.groups)
-        self._known = [_Known(np.zeros(n, np.int64), np.full(n, -1), np.full(n, NOBODY), np.ones(n, np.bool_)) for n in sizes]
+        self._known = [
+            _Known(np.zeros(n, np.int64), np.full(n, -1), np.full(n, NOBODY), np.ones(n, np.bool_)) for n in sizes
+        ]
         self._places: dict[int, dict[int, list[Int64Array]]] = defaultdict(lambda: defaultdict(list))
 
     def names(self, slots: Slots) -> bool:

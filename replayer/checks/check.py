@@ -14,6 +14,7 @@ from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, LEFT, OWNER, P
 from ...recorder.state.events import CopyEvent, SlotEvent, StatusEvent, TransferEvent
 from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
+from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.reader import EventView
 from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding, of_request
 from .history import ForwardView, GroupReads, History, Judged, NamedSlots
@@ -104,6 +105,13 @@ class HistoryCheck:
 
         Raise `UnusableEventError` if its columns contradict one another, before anything is changed.
         """
+        return []
+
+    def batch(self, batch: TraceBatch) -> None:
+        """Take note of a batch of events that was replayed to its end, whichever way."""
+
+    def ends(self) -> Iterable[Finding]:
+        """Judge what the batches since the last call have shown: a file ends here, or nothing before is known any more."""
         return []
 
     def pending(self) -> bool:
@@ -340,6 +348,13 @@ class CheckSet(HistoryCheck):
         findings = [finding for check in self._of_events.get(view.kind, ()) for finding in check.event(view)]
         self.history.apply_event(view)
         return findings
+
+    def batch(self, batch: TraceBatch) -> None:
+        for check in self.checks:
+            check.batch(batch)
+
+    def ends(self) -> list[Finding]:
+        return [finding for check in self.checks for finding in check.ends()]
 
     def pending(self) -> bool:
         return any(check.pending() for check in self.checks)

@@ -94,7 +94,16 @@ class EventReplay:
             self._counted.clear()
             if collects:
                 gc.enable()
+        if (checks := self.executor.checks) is not None:
+            checks.batch(item)
+            if item.kinds[-1:] == ["segment"]:
+                self._file_ends()
         self.bytes_read = item.end_byte
+
+    def _file_ends(self) -> None:
+        """Report what a file has shown as a whole; of segments each is judged by itself, whoever replays it."""
+        if self.executor.checks is not None:
+            self._results.findings(self.executor.checks.ends())
 
     def _through_pass(self, batch: TraceBatch, at: int) -> int:
         """Take a batch's events from row `at` on as far as they are ordinary; return the row of the first that is not."""
@@ -133,6 +142,7 @@ class EventReplay:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
         summary, executor = self._summary, self.executor
         executor.collect()
+        self._file_ends()
         summary.goes_on = self.continues
         summary.whole_before_end = self._trailing == summary.num_gaps + summary.num_losses
         if self.continues and self._all_there and not self._frozen:
@@ -280,6 +290,7 @@ class EventReplay:
 
     def _forget(self) -> None:
         self._keyframes.stop()
+        self._file_ends()
         self.executor.forget()
 
     def _gap(self, text: str) -> None:

@@ -25,6 +25,20 @@ def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
+@rule("K and V of another adapter or other weights", branch="identity")
+def computed_with_other_weights(cluster: Cluster) -> Diagnosis | None:
+    """A token is computed with another adapter, or by weights that have been replaced: records and tables are right, and the
+    bytes are not those that the same token got before. (trace by hand)
+    """
+    sign = cluster.finding("token_bytes")
+    if sign is None:
+        return None
+    said = f"{sign.reader} was computed with another adapter or with other weights in {sign.when}: {sign.detail}"
+    # What was damaged on its way into the pool, or went to a slot of somebody else's, differs too.
+    others = any(one.kind != "token_bytes" for one in cluster.head)
+    return cluster.diagnosis(0.5 if others else 0.85, said, sign, *sign.evidence, cause=sign.event)
+
+
 @rule("KV bytes changed without a write", branch="write")
 def kv_changed(cluster: Cluster) -> Diagnosis | None:
     """A byte of a slot changes between its write and its read. The record is right, the KV hash alone is not, and

@@ -1,0 +1,249 @@
+"""What a token's V in a first layer is: the same wherever the token stands, under one adapter and one set of weights.
+
+So a trace is its own oracle, without a model. It is asked a file at a time, and how far equal tokens' bytes differ where nothing is
+wrong (another batch, another kernel) is learnt from the file itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.constants import UNKNOWN_TOKEN
+from ...recorder.capture.host_arrays import ragged_index
+from ...recorder.state.requests import Identity, RequestTable
+from ...recorder.trace.batch import TraceBatch
+from ...recorder.trace.schema import IDENTITY_KINDS
+from ..report.findings import Cause, Finding, counted, evidence, of_request
+from .check import Covered, HistoryCheck, register
+from .history import History
+
+# How much of a row's largest value rounding changes: equal tokens in other batches may differ by so much and be right.
+_ROUNDING: Final = {"float32": 2.0**-12, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+_NOISE: Final = 16  # times what most repeats differ by
+_MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
+_FEWEST: Final = 64  # repeats from which anything can be learnt
+_MAX_TOKENS: Final = 1 << 18  # that are remembered of a stream
+_MAX_DIFFERENCES: Final = 1 << 20
+_NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc"})
+# Columns of a place.
+_EVENT, _FORWARD, _TIME, _REQUEST, _ROW, _POSITION, _SLOT = range(7)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is remembered of a stream: of each key, ascending, the last bytes, those before them, and where the last stand.
+
+    `pairs` counts repeats, `by` how far those that are not equal differ, `found` those that differ by more than rounding: by
+    how much, the place, and the place of the token before.
+    """
+
+    keys: Int64Array
+    rows: ByteArray
+    older: ByteArray
+    places: Int64Array
+    pairs: int = 0
+    by: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    found: list[tuple[float, list[int], list[int], int]] = field(default_factory=list)
+
+
+@register
+class TokenBytes(HistoryCheck):
+    """A token was written with other bytes than the last time, in a first layer, under the same adapter and weights.
+
+    That V follows from the token alone: a request that is computed with another's adapter, or by weights that have been
+    replaced, leaves records, hashes and tables right, and shows nowhere else. Judged are requests that declare their adapter
+    and no media, in a file whose repeats show that the engine computes so: at least 64, seven of ten alike.
+    """
+
+    kind = "token_bytes"
+    finds = "a forward wrote other bytes for a token than were written for it before, with the same adapter and weights"
+    covered = Covered.COMPILED  # it is given whole batches
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._identities: dict[tuple[int, int | None], int] = {}
+
+    def batch(self, batch: TraceBatch) -> None:
+        header, table = self.history.header, self.history.request_table
+        if header.tokens != "plain" or header.model.dtype not in _ROUNDING or not table.declared:
+            return
+        for runner, known in enumerate(header.runners):
+            for number, (group, stream) in enumerate(header.streams(runner)):
+                if stream.half == "V" and stream.layer_of(0) == 0 and not _NEEDED & set(known.derived):
+                    written = self._written(batch, table, runner, number, header.groups[group].table)
+                    if written is not None:
+                        self._compare((runner, number), *written)
+
+    def ends(self) -> Iterator[Finding]:
+        """Judge a file by what it has shown, and forget it."""
+        for (runner, number), stream in self._streams.items():
+            yield from self._judge(runner, self.history.header.streams(runner)[number][0], stream)
+        self._streams.clear()
+
+    def _written(
+        self, batch: TraceBatch, table: RequestTable, runner: int, stream: int, block_table: int
+    ) -> tuple[Int64Array, ByteArray, Int64Array] | None:
+        """Return key `[n]`, bytes `[n, width]` and place `[n, 7]` of the tokens of known identity that forwards wrote."""
+        header = self.history.header
+        widths = [one.capture_bytes for _, one in header.streams(runner)]
+        of = np.flatnonzero((np.array(batch.kinds) == "forward") & (batch.scalar_ints("runner") == runner))
+        names = (
+            "input_ids",
+            "req_pool_indices",
+            "positions",
+            "request_ids",
+            "extend_lens",
+            "out_cache_loc",
+            "kv_bytes",
+        )
+        tokens, bs, *others = (np.diff(batch.offsets(name))[of] for name in names)
+        sizes = (tokens, bs, bs, tokens * len(header.tables), tokens * sum(widths))
+        fits = np.all([got == size for got, size in zip(others, sizes, strict=True)], axis=0) & (tokens > 0) & (bs > 0)
+        of, tokens, bs = of[fits], tokens[fits], bs[fits]
+        if not len(of):
+            return None
+        rows, ids, extends = (_parts(batch, name, of) for name in ("req_pool_indices", "request_ids", "extend_lens"))
+        counts = np.where(rows == 0, 0, np.maximum(extends, 0))
+        bounds = np.cumsum(bs)
+        left = tokens - np.add.reduceat(counts, bounds - bs)  # padding stands behind the requests' tokens
+        if bool((counts > tokens.max()).any()) or bool((left < 0).any()):
+            return None  # a forward contradicts itself: a replay says so
+        owner = np.repeat(np.insert(np.arange(len(rows)), bounds, -1), np.insert(counts, bounds, left))
+        forward = np.repeat(np.arange(len(of)), tokens)
+        events = batch.scalar_ints("event")[of]
+        identity = np.append(self._identity_of(table, ids, np.repeat(events, bs)), -1)[owner]
+        token = _parts(batch, "input_ids", of)
+        known = np.flatnonzero((identity >= 0) & (token != UNKNOWN_TOKEN) & (token >= 0) & (token < 1 << 40))
+        within, forward = (np.arange(len(owner)) - np.repeat(np.cumsum(tokens) - tokens, tokens))[known], forward[known]
+        width, first = widths[stream], sum(widths[:stream])
+        at = batch.offsets("kv_bytes")[of][forward] + first * tokens[forward] + within * width
+        data: ByteArray = batch.values("kv_bytes")[at[:, None] + np.arange(width)]
+        slots = batch.offsets("out_cache_loc")[of][forward] + block_table * tokens[forward] + within
+        filled = data.any(axis=1)  # zeros stand for a slot without bytes
+        columns = [
+            events[forward],
+            batch.scalar_ints("forward")[of][forward],
+            batch.scalar_ints("time_ns")[of][forward],
+        ]
+        columns += [ids[owner[known]], rows[owner[known]], _parts(batch, "positions", of)[known]]
+        columns.append(batch.values("out_cache_loc")[slots])
+        return (identity << 40 | token)[known][filled], data[filled], np.stack(columns, axis=1)[filled]
+
+    def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
+        """Return a number for adapter and weights of each request as of an event, `[n]`, -1 where they are not known."""
+        unique, which = np.unique(ids, return_inverse=True)
+        found = np.full(len(ids), -1, np.int64)
+        order = np.argsort(which.reshape(-1), kind="stable")
+        for request, mine in zip(
+            unique.tolist(), np.split(order, np.cumsum(np.bincount(which.reshape(-1)))[:-1]), strict=True
+        ):
+            facts = table.facts.get(request)
+            declared = facts.identities if facts is not None else ()
+            numbers = np.array([-1, *(self._number(one) for one in declared)], np.int64)
+            since = np.array([one.event for one in declared], np.int64)
+            found[mine] = numbers[np.searchsorted(since, events[mine], side="right")]
+        return found
+
+    def _number(self, identity: Identity) -> int:
+        values: dict[str, int] = {}
+        for kind, _, _, value in identity.values.tolist():
+            name = IDENTITY_KINDS[kind] if 0 <= kind < len(IDENTITY_KINDS) else ""
+            values[name] = values.get(name, 0) | value
+        if "adapter" not in values or values.get("media"):
+            return -1
+        return self._identities.setdefault((values["adapter"], values.get("weights")), len(self._identities))
+
+    def _compare(self, name: tuple[int, int], keys: Int64Array, data: ByteArray, places: Int64Array) -> None:
+        """Compare each token with the one before it that has the same key, and remember the last."""
+        if not len(keys):
+            return
+        known = self._streams.get(name)
+        if known is None:
+            known = self._streams[name] = _Stream(keys[:0], data[:0], data[:0], places[:0])
+        # What is remembered stands in front, the older bytes first: each token then has its two before it.
+        twice = np.concatenate([known.keys, known.keys, keys])
+        order = np.argsort(twice, kind="stable")
+        rows = np.concatenate([known.older, known.rows, data])[order]
+        places = np.concatenate([known.places, known.places, places])[order]
+        keys = twice[order]
+        new = order >= 2 * len(known.keys)
+        same = np.append(False, keys[1:] == keys[:-1])
+        known.pairs += int((same & new).sum())
+        differ = np.flatnonzero(same & new)
+        differ = differ[(rows[differ] != rows[differ - 1]).any(axis=1)]
+        by = self._by(rows[differ], rows[differ - 1])
+        known.by.append(by)
+        for at, much in zip(differ.tolist(), by.tolist(), strict=True):
+            if much <= _ROUNDING[self.history.header.model.dtype] or len(known.found) >= _MAX_TOKENS:
+                continue
+            if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
+                continue  # the one in between was wrong, and was found
+            known.found.append((much, places[at].tolist(), places[at - 1].tolist(), int(keys[at]) & (1 << 40) - 1))
+        last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))
+        if len(last) > _MAX_TOKENS or sum(map(len, known.by)) > _MAX_DIFFERENCES:
+            last = last[:0]
+        older = np.where(same[last], last - 1, last)
+        known.keys, known.rows, known.older, known.places = keys[last], rows[last], rows[older], places[last]
+
+    def _by(self, one: ByteArray, other: ByteArray) -> npt.NDArray[np.float64]:
+        """Return how far rows differ, as a part of their largest value, `[n]`."""
+        a, b = (_values(rows, self.history.header.model.dtype) for rows in (one, other))
+        with np.errstate(invalid="ignore", over="ignore"):
+            largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
+            found = np.abs(a - b).max(axis=1, initial=0) / np.maximum(largest, 1e-30)
+        return np.where(np.isnan(found), 1.0, found)
+
+    def _judge(self, runner: int, group: int, stream: _Stream) -> Iterator[Finding]:
+        by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
+        equal, most = stream.pairs - len(by), int(_MOST * stream.pairs)
+        noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
+        limit = max(_ROUNDING[self.history.header.model.dtype], _NOISE * noise)
+        too_few = stream.pairs < _FEWEST
+        if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
+            return
+        together: dict[tuple[int, int], list[Any]] = {}
+        for one in stream.found:
+            if one[0] > limit:
+                together.setdefault((one[1][_EVENT], one[1][_REQUEST]), []).append(one)
+        names = self.history.request_table
+        for (event, request), members in together.items():
+            much, place, before, token = members[0]
+            detail = (
+                f"wrote token {token} with other bytes than request {names.name(before[_REQUEST])} in forward "
+                f"{before[_FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats {len(by[by > limit]):,} do"
+            )
+            yield Finding(
+                kind=self.kind,
+                event=event,
+                forward=place[_FORWARD],
+                time_ns=place[_TIME],
+                runner=runner,
+                group=group,
+                **of_request(names, request),
+                req_pool_idx=place[_ROW],
+                position=place[_POSITION],
+                slot=place[_SLOT],
+                detail=counted(detail, len(members)),
+                count=len(members),
+                evidence=evidence([before[_EVENT]], event),
+                **Cause("", before[_REQUEST], token)._asdict(),
+            )
+
+
+def _parts(batch: TraceBatch, name: str, of: Int64Array) -> Int64Array:
+    """Return a list column's values of some events, one after another."""
+    offsets = batch.offsets(name)
+    found: Int64Array = batch.values(name)[ragged_index(offsets[of], offsets[of + 1] - offsets[of])]
+    return found
+
+
+def _values(rows: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
+    """Return rows of bytes as numbers."""
+    if dtype == "bfloat16":
+        return (np.ascontiguousarray(rows).view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(rows).view("<f4" if dtype == "float32" else "<f2").astype(np.float32)
