@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...kernels.arrays import Int64Array
-from ...recorder.capture.host_arrays import ordered_runs, runs_to_slots
+from ...recorder.capture.host_arrays import runs_to_slots
 from ...recorder.capture.privacy import Privacy, with_privacy
 from ...recorder.trace.event import TraceEvent
 from ...recorder.trace.header import TraceHeader
@@ -17,8 +17,10 @@ from ...recorder.trace.schema import TIER_HOST
 from .parts import Part
 
 _TOKENS: Final = ("input_ids", "sampled_tokens", "truth_tokens")
-_HASHES: Final = ("identity_hash", "recurrent_before", "recurrent_after")
+_HASHES: Final = (*("identity_hash", "recurrent_before", "recurrent_after"),)
+_HASHES_IN_HALVES: Final = ("copy_src_hash", "copy_dst_hash", "copy_before_hash")
 _DIGEST_BYTES: Final = 16
+_LOW: Final = (1 << 32) - 1
 _HOST: Final = 1 << 20  # the spaces of host slots stand behind those of the pools
 
 
@@ -43,6 +45,11 @@ class Names:
     def hashes(self, values: Int64Array) -> Int64Array:
         """Return salted 64-bit hashes of hashes; 0, which stands for none, stays."""
         return np.array([self._hash(value) if value else 0 for value in values.tolist()], np.int64)
+
+    def halves(self, values: Int64Array) -> Int64Array:
+        """Return hashes of which each 32-bit half is that of its own half: the lower one says something by itself."""
+        low, high = self.hashes(values & _LOW), self.hashes(values >> 32 & _LOW)
+        return low & _LOW | high << 32
 
     def _hash(self, value: int) -> int:
         digest = hashlib.blake2b(value.to_bytes(8, "little", signed=True), digest_size=8, key=self.salt).digest()
@@ -146,6 +153,7 @@ def _renamed(event: TraceEvent, names: Names, privacy: Privacy) -> TraceEvent:
     _first_digests(found, names.header)
     ints.update({name: privacy.hash_tokens(ints[name]) for name in _TOKENS if name in ints})
     ints.update({name: names.hashes(ints[name]) for name in _HASHES if name in ints})
+    ints.update({name: names.halves(ints[name]) for name in _HASHES_IN_HALVES if name in ints})
     return _slots_of(found, names, names.slots)
 
 
@@ -190,12 +198,10 @@ def _slots_of(event: TraceEvent, names: Names, change: Callable[[int, Int64Array
         owners = np.repeat(ints["table_index"], ints["table_count"])
         ints["table_slots"] = by(owners, ints["table_slots"], names.table)
     if "lut_slots" in ints:
-        counts, of = ints["lut_count"], ints["lut_index"]
-        full, owners = runs_to_slots(ints["lut_start"], counts), np.repeat(of, counts)
         table = {known.lut: known.table for known in header.groups if known.lut >= 0}
-        full = by(owners, full, lambda lut: names.table(table.get(lut, 0)))
-        ints["lut_slots"] = by(owners, ints["lut_slots"], lambda lut: tables + lut)
-        ints["lut_index"], ints["lut_start"], ints["lut_count"] = owners, full, np.ones_like(full)
+        full = _begins(ints["lut_index"], ints["lut_start"], ints["lut_count"], by, lambda lut: table.get(lut, 0))
+        owners = np.repeat(ints["lut_index"], ints["lut_count"])
+        ints["lut_start"], ints["lut_slots"] = full, by(owners, ints["lut_slots"], lambda lut: tables + lut)
     if "kv_change_slot" in ints:
         runner = int(event.scalars.get("runner", 0))
         groups = np.array([group for group, _ in header.streams(runner)], np.int64)[ints["kv_change_stream"]]
@@ -207,35 +213,24 @@ def _slots_of(event: TraceEvent, names: Names, change: Callable[[int, Int64Array
         if name in ints:
             ints[name] = by(ints["sweep_group"], ints[name], names.space)
     if "slot_group" in ints:
-        owners, slots = (
-            np.repeat(ints["slot_group"], ints["slot_count"]),
-            runs_to_slots(ints["slot_start"], ints["slot_count"]),
-        )
-        ints.update(_runs(owners, by(owners, slots, names.space)))
-    if "copy_group" in ints:
-        _copies(ints, names, by)
+        runs = (ints[f"slot_{name}"] for name in ("group", "start", "count"))
+        ints["slot_start"] = _begins(*runs, by, names.space)
+    for side in ("src", "dst") if "copy_group" in ints else ():
+        spaces = np.where(ints[f"copy_{side}_tier"] == TIER_HOST, _HOST, 0) + ints["copy_group"]
+        runs = spaces, ints[f"copy_{side}"], ints["copy_count"]
+        ints[f"copy_{side}"] = _begins(*runs, by, lambda one: one if one >= _HOST else names.space(one))
+    if "copy_landed" in ints:
+        spaces = np.where(ints["copy_dst_tier"] == TIER_HOST, _HOST, 0) + ints["copy_group"]
+        ints["copy_landed"] = by(spaces, ints["copy_landed"], lambda one: one if one >= _HOST else names.space(one))
     return event
 
 
-def _runs(owners: Int64Array, slots: Int64Array) -> dict[str, Int64Array]:
-    """Return runs of slots of pool groups, in their order."""
-    bounds = np.flatnonzero(np.diff(owners)) + 1
-    runs = [
-        (int(of[0]), *ordered_runs(part))
-        for of, part in zip(np.split(owners, bounds), np.split(slots, bounds), strict=True)
-        if len(of)
-    ]
-    groups = np.concatenate([np.zeros(0, np.int64), *(np.full(len(starts), group) for group, starts, _ in runs)])
-    starts, counts = (np.concatenate([np.zeros(0, np.int64), *(run[column] for run in runs)]) for column in (1, 2))
-    return {"slot_group": groups, "slot_start": starts, "slot_count": counts}
-
-
-def _copies(ints: dict[str, Int64Array], names: Names, by: Any) -> None:
-    counts = ints["copy_count"]
-    owners = np.repeat(ints["copy_group"], counts)
-    for side in ("src", "dst"):
-        tiers, slots = np.repeat(ints[f"copy_{side}_tier"], counts), runs_to_slots(ints[f"copy_{side}"], counts)
-        spaces = np.where(tiers == TIER_HOST, _HOST + owners, owners)
-        ints[f"copy_{side}"] = by(spaces, slots, lambda one: one if one >= _HOST else names.space(one))
-        ints[f"copy_{side}_tier"] = tiers
-    ints["copy_group"], ints["copy_count"] = owners, np.ones_like(owners)
+def _begins(
+    owners: Int64Array, starts: Int64Array, counts: Int64Array, by: Any, space: Callable[[int], int]
+) -> Int64Array:
+    """Return where runs of slots begin under new names: used pages keep their order, so that runs stay runs."""
+    counts = np.maximum(counts, 0)
+    slots = by(np.repeat(owners, counts), runs_to_slots(starts, counts), space)
+    found = starts.copy()
+    found[counts > 0] = slots[(np.cumsum(counts) - counts)[counts > 0]]
+    return found
