@@ -66,6 +66,10 @@ class Names:
         """Return the space of a block table's slots."""
         return table
 
+    def of_tier(self, group: int) -> int:
+        """Return the space of a pool group's slots, or of the host's, which stand behind those."""
+        return group if group >= _HOST else self.space(group)
+
     def page_size(self, space: int) -> int:
         """Return how many neighbouring slots keep together in a space."""
         sizes = [known.page_size for g, known in enumerate(self.header.groups) if space in (self.space(g), _HOST + g)]
@@ -213,15 +217,13 @@ def _slots_of(event: TraceEvent, names: Names, change: Callable[[int, Int64Array
         if name in ints:
             ints[name] = by(ints["sweep_group"], ints[name], names.space)
     if "slot_group" in ints:
-        runs = (ints[f"slot_{name}"] for name in ("group", "start", "count"))
-        ints["slot_start"] = _begins(*runs, by, names.space)
+        ints["slot_start"] = _begins(ints["slot_group"], ints["slot_start"], ints["slot_count"], by, names.space)
     for side in ("src", "dst") if "copy_group" in ints else ():
         spaces = np.where(ints[f"copy_{side}_tier"] == TIER_HOST, _HOST, 0) + ints["copy_group"]
-        runs = spaces, ints[f"copy_{side}"], ints["copy_count"]
-        ints[f"copy_{side}"] = _begins(*runs, by, lambda one: one if one >= _HOST else names.space(one))
+        ints[f"copy_{side}"] = _begins(spaces, ints[f"copy_{side}"], ints["copy_count"], by, names.of_tier)
     if "copy_landed" in ints:
         spaces = np.where(ints["copy_dst_tier"] == TIER_HOST, _HOST, 0) + ints["copy_group"]
-        ints["copy_landed"] = by(spaces, ints["copy_landed"], lambda one: one if one >= _HOST else names.space(one))
+        ints["copy_landed"] = by(spaces, ints["copy_landed"], names.of_tier)
     return event
 
 
