@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .analysis.errors import AnalysisError, SqlError
     from .analysis.store.session import SqlSession, open_report, open_traces
     from .kernels.ops.hash.kv_source import KvSource
+    from .kernels.ops.oracle.own import HashOracle, TokenOracle
     from .recorder.capture.device.recorder import DeviceRecorder
     from .recorder.capture.engine_events import IdentityValue
     from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
@@ -47,6 +48,7 @@ EXPORTS: Final = {
     "DeviceRecorder": "recorder.capture.device.recorder",
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",
+    "HashOracle": "kernels.ops.oracle.own",
     "IdentityValue": "recorder.capture.engine_events",
     "KvSource": "kernels.ops.hash.kv_source",
     "KvStream": "recorder.trace.header",
@@ -66,6 +68,7 @@ EXPORTS: Final = {
     "StateTable": "recorder.trace.header",
     "Summary": "replayer.report.summary",
     "TableRead": "recorder.capture.forward_input",
+    "TokenOracle": "kernels.ops.oracle.own",
     "TraceError": "recorder.errors",
     "TraceGap": "recorder.trace.reader",
     "TraceHeader": "recorder.trace.header",
@@ -87,6 +90,7 @@ __all__ = [
     "DeviceRecorder",
     "EngineInfo",
     "ForwardInput",
+    "HashOracle",
     "IdentityValue",
     "KvSource",
     "KvStream",
@@ -106,6 +110,7 @@ __all__ = [
     "StateTable",
     "Summary",
     "TableRead",
+    "TokenOracle",
     "TraceError",
     "TraceGap",
     "TraceHeader",

@@ -26,6 +26,7 @@ _COMMANDS: Final = {
     "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
     "export": ("analysis.cli.export", "export_command", "Write traces for Perfetto's UI."),
     "incidents": ("analysis.cli.incidents", "incidents_command", "Show a report's incidents and why they are."),
+    "inject": ("recorder.cli.inject", "inject_command", "Record an engine and damage it once, on purpose."),
     "inspect": ("recorder.cli.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
     "lab": ("replayer.cli.lab", "lab_command", "Break an engine on purpose, and see what is noticed."),
     "page": ("analysis.cli.page", "page_command", "Make one HTML page of a report, to look at."),

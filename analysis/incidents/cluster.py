@@ -34,7 +34,7 @@ _BRANCH_OF_FINDING: Final = {
     **dict.fromkeys(("hit_never_written", "hit_differs"), "content"),
     "identity": "identity",
     "state_differs": "content",
-    **dict.fromkeys(("seq_len_backwards", "input_not_sampled", "input_not_truth"), "input"),
+    **dict.fromkeys(("seq_len_backwards", "input_not_sampled", "input_not_truth", "oracle_token"), "input"),
 }
 
 

@@ -74,7 +74,7 @@ class JsonErrors(click.Command):
 
 
 def _asks_for_json(words: Sequence[str]) -> bool:
-    if words[:1] == ["record"]:  # which has a name of a file behind it
+    if words[:1] in (["record"], ["inject"]):  # which have a name of a file behind it
         return False
     own = words[: words.index("--")] if "--" in words else words
     return "--json" in own or ("--format", "json") in itertools.pairwise(own) or "--format=json" in own

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 GROUP_PATIENCE_S: Final = 10.0  # for processes that the engine leaves behind, which may still end their traces
 
+# (prints a line), what was recorded, the engine's exit code -> the exit code, more for the JSON
+Behind = Callable[[Callable[[str], None], "list[RecordedTrace]", int], tuple[int, dict[str, Any]]]
+
 _COUNTED: Final = ("forwards", "requests", "input_tokens", "sampled_tokens")
 _FROM_BEST_TO_WORST: Final = ("complete", "lossy", "torn", "damaged", "unreadable")
 
@@ -39,10 +42,15 @@ Ctrl-C and SIGTERM go to the engine. The exit code is the engine's; 2 if it coul
 """
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each setting of a recording."""
     for setting in reversed([setting for setting in SETTINGS if setting is not FOLDER]):
         default = f" [default: {setting.default}]" if setting.default else ""
-        kind = "|".join(setting.words) if setting.words else {"path": "PATH", "bytes": "BYTES"}.get(setting.kind, "N")
+        kind = (
+            "|".join(setting.words)
+            if setting.words
+            else {"path": "PATH", "bytes": "BYTES", "oracle": "hash|MODULE:NAME"}.get(setting.kind, "N")
+        )
         command = click.option(setting.option, setting.name, metavar=kind, help=setting.help + default)(command)
     return command
 
@@ -52,7 +60,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("-o", "--output", type=GivenPath(), help="Folder for the traces. [default: KVCANARY_TRACE's]")
 @click.option("--config", type=GivenPath(), help="TOML file of settings; options go before it.")
 @click.option("--json", "json_path", type=GivenPath(), help="Also write what was recorded to this file.")
-@_with_settings
+@with_settings
 def record_command(
     command: tuple[str, ...], output: Path | None, config: Path | None, json_path: Path | None, **options: str | None
 ) -> None:
@@ -60,10 +68,29 @@ def record_command(
 
     The same as setting KVCANARY_TRACE and the other variables of docs/guide/production.md, which the options are named after.
     """
+    record_run(command, output, config, json_path, options)
+
+
+def record_run(
+    command: tuple[str, ...],
+    output: Path | None,
+    config: Path | None,
+    json_path: Path | None,
+    options: dict[str, str | None],
+    *,
+    inject: str = "",
+    behind: Behind | None = None,
+) -> None:
+    """Run a command with the recorder on and exit as it does; `inject` is what a fault's variable holds, "" for none.
+
+    `behind` is called at the end with what was recorded and the exit code; it returns another, and what the JSON says too.
+    """
     from ..process.environment import read_environment
+    from ..process.injection import INJECT
 
     try:
         environ = _environ(output, config, options)
+        environ |= {INJECT: inject} if inject else {}
         settings = read_environment(environ)
         if settings is not None:
             settings.folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +109,7 @@ def record_command(
     shared_salt = settings.tokens == "hashed" or settings.names == "hashed"
     if shared_salt and settings.token_salt_file is None:
         environ[PREFIX + "TOKEN_SALT_FILE"] = _salt_in_memory()
-    _run(command, environ, settings.folder, json_path)
+    _run(command, environ, settings.folder, json_path, behind)
 
 
 def _environ(output: Path | None, config: Path | None, options: dict[str, str | None]) -> dict[str, str]:
@@ -126,7 +153,9 @@ def _salt_in_memory() -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_path: Path | None) -> None:
+def _run(
+    command: Sequence[str], environ: dict[str, str], folder: Path, json_path: Path | None, behind: Behind | None
+) -> None:
     from ..process.child import run_child, wait_for_group
     from ..process.recorded_files import changed, read_recorded, replay_command, stamps, why_nothing
 
@@ -148,6 +177,9 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
     _show(console, found, advice, folder)
     for copy in frozen:
         _say(console, f"frozen  {shlex.join(['kvcanary-replay', str(copy)])}")
+    more: dict[str, Any] = {}
+    if behind is not None:
+        code, more = behind(lambda text: _say(console, text), found, code)
     if json_path is not None:
         report = {
             "command": list(command),
@@ -159,6 +191,7 @@ def _run(command: Sequence[str], environ: dict[str, str], folder: Path, json_pat
             "traces": [trace.to_json() for trace in found],
             "replay_command": replay_command(found),
             "advice": advice,
+            **more,
         }
         try:
             with os.fdopen(_open_private(json_path, emptied=True), "w", encoding="utf-8") as file:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping, Seque
 from pathlib import Path
 from typing import Any, Final
 
+from .injection import INJECT, Injection
 from .settings import FOLDER, PREFIX, SETTINGS, RecordingSettings
 
 TRACE: Final = FOLDER.variable
@@ -32,13 +33,15 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
     if not is_wanted(environ):
         return None
     ours = sorted(name for name in environ if name.startswith(PREFIX) and not name.startswith(BISECT))
-    _check_known(ours, (*VARIABLES, RUN_ID), VARIABLES)
+    _check_known(ours, (*VARIABLES, RUN_ID, INJECT), VARIABLES)
     config = environ.get(CONFIG, "").strip()
     values = _read_config(Path(config)) if config else {}
     for setting in SETTINGS:
         text = environ.get(setting.variable, "").strip()
         if text:
             values[setting.attribute] = setting.parse(text, setting.variable)
+    if environ.get(INJECT):
+        values["inject"] = Injection.from_json(environ[INJECT])
     if "folder" not in values:
         return None
     # The engine may go to another folder before the next segment is begun.

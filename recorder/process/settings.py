@@ -15,6 +15,7 @@ from ..trace.files import all_segments
 
 if TYPE_CHECKING:
     from ..trace.header import TraceHeader
+    from .injection import Injection
 
 PREFIX: Final = "KVCANARY_"
 SIGNALS: Final = ("USR1", "USR2")
@@ -74,7 +75,7 @@ class WriterSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingSettings(WriterSettings):
     """How to record: `WriterSettings`, and what the recorder and an engine's adapter take. `config` is the TOML file
-    that was read, if any. `history` is "on", "off", or "auto": on if the engine's allocators are known.
+    that was read, if any; `inject` is a fault to be put into the engine. `history` is "on", "off", or "auto": on if the engine's allocators are known.
     """
 
     folder: Path
@@ -86,6 +87,8 @@ class RecordingSettings(WriterSettings):
     tokens: str = "plain"
     token_salt_file: Path | None = None
     names: str = "plain"
+    oracle: str = ""
+    inject: "Injection | None" = None
 
     def writer_options(self) -> dict[str, Any]:
         """Return what `Recorder` takes beside what only the adapter knows; raise `ValueError` for an unusable salt file."""
@@ -161,7 +164,7 @@ class Setting:
     @property
     def default(self) -> str:
         """The default as people would give it, empty for none."""
-        if self.kind in ("path", "signal"):
+        if self.kind in ("path", "signal", "oracle"):
             return ""
         value = RecordingSettings.__dataclass_fields__[self.attribute].default
         return str(value // self.scale if isinstance(value, int) else value)
@@ -177,6 +180,8 @@ class Setting:
     def _value(self, text: str) -> Any:
         if self.kind == "word":
             return text if text in self.words else None
+        if self.kind == "oracle":
+            return text if re.fullmatch(r"hash|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text) else None
         if self.kind == "signal":
             name = text.upper().removeprefix("SIG")
             return int(signal.Signals["SIG" + name]) if name in SIGNALS else None
@@ -199,6 +204,8 @@ class Setting:
             return f"one of {', '.join(self.words)}"
         if self.kind == "signal":
             return f"the name of a signal, one of {', '.join(SIGNALS)}"
+        if self.kind == "oracle":
+            return "hash, or module:name"
         if self.kind == "path":
             return "a path"
         unit = ", or a number and KiB, MiB or GiB" if self.kind == "bytes" else ""
@@ -261,4 +268,5 @@ SETTINGS: Final = (
     Setting("tokens", "word", "hashed: salted hashes take the place of token ids.", words=PRIVACIES),
     Setting("token_salt_file", "path", "What the salt is made from; without it each process draws its own."),
     Setting("names", "word", "hashed: salted hashes take the place of the requests' names.", words=PRIVACIES),
+    Setting("oracle", "oracle", "Damages outputs: an oracle samples all tokens, hash or module:name of your own."),
 )

@@ -223,6 +223,17 @@ class Oracle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """What gave every sampled token of the target, of `vocab_size`: the hash oracle ("hash"), or one's own (module:name)."""
+
+    name: Text = "hash"
+    vocab_size: Annotated[int, Meta(ge=1, lt=schema.MAX_SLOTS)]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureInfo:
     """How the trace was captured. `kv_watch_every`: prefix bytes re-read every N forwards, 0 never."""
 
@@ -265,8 +276,9 @@ class TraceHeader:
     "decode" if the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict, hand-over
     to the prefix cache and request status is recorded. `sweep_interval`: the prefix cache is walked every so many forwards
     of the first runner, 0 never. `tokens` is "hashed" if salted hashes stand in place of token ids; `salt_id` is the same
-    for all traces hashed with one salt. `segment` is None for a trace of one file. `not_watched`: of what no verdict speaks. `shrunk`: not None for a part of a
-    recording that `kvcanary shrink` made.
+    for all traces hashed with one salt. `sampler`: every token was foretold, `oracle` only that a decode's inputs are the
+    hash's. `segment` is None for a trace of one file. `not_watched`: of what no verdict speaks. `shrunk`: not None for a
+    part of a recording that `kvcanary shrink` made.
     """
 
     format_major: int = schema.FORMAT_MAJOR
@@ -286,6 +298,7 @@ class TraceHeader:
     runners: Annotated[tuple[Runner, ...], Meta(min_length=1, max_length=schema.MAX_PARTS)] = (Runner(),)
     ranks: Ranks = field(default_factory=Ranks)
     oracle: Oracle | None = None
+    sampler: Sampler | None = None
     role: Text = ""
     slot_history: Text = ""
     sweep_interval: Count = 0

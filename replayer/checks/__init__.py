@@ -24,7 +24,7 @@ _ORDER: Final = (
     *("table_entry_differs", "padded_write", "padding_slot_read", "write_lost", "write_damaged", "wrong_window"),
     *("row_reassigned", "hit_never_written", "hit_differs", "seq_len_backwards", "swa_mapping_stale"),
     *("freed_during_transfer", "transfer_not_held", "input_not_sampled", "input_not_truth", "attention_lens"),
-    *("attention_slots", "identity", "state_differs", "copy_differs", "load_landed_late"),
+    *("attention_slots", "identity", "state_differs", "copy_differs", "load_landed_late", "oracle_token"),
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -37,17 +37,19 @@ FINDING_KINDS: Final = {**{kind: check.finds for kind, check in CHECKS.items()},
 
 
 def make_checks(
-    names: Iterable[str], *, header: TraceHeader, request_table: RequestTable, backend: str = "cpu"
+    names: Iterable[str], *, header: TraceHeader, request_table: RequestTable, backend: str = "cpu", oracle: str = ""
 ) -> CheckSet | None:
     """Return the named checks as one that must be given every forward and every other event, in order; None for none."""
     chosen = set(names)
     if not chosen:
         return None
-    history = History(header, request_table, backend=backend)
-    return CheckSet(history, [check for kind, check in CHECKS.items() if kind in chosen])
+    history = History(header, request_table, backend=backend, oracle=oracle)
+    return CheckSet(history, [check for kind, check in CHECKS.items() if kind in chosen and check.concerns(header)])
 
 
-def covered_by(names: Iterable[str]) -> dict[str, Covered]:
-    """Return by which faster ways of replaying each of the named checks finds the same, in the checks' own order."""
-    chosen = set(names)
-    return {kind: check.covered for kind, check in CHECKS.items() if kind in chosen}
+def covered_by(names: Iterable[str], header: TraceHeader) -> dict[str, Covered]:
+    """Return by which faster ways of replaying each of the named checks finds the same, in the checks' own order; a check
+    that does not concern the trace finds nothing in any.
+    """
+    chosen = {kind: check for kind, check in CHECKS.items() if kind in set(names)}
+    return {kind: check.covered if check.concerns(header) else Covered.COMPILED for kind, check in chosen.items()}

@@ -15,6 +15,7 @@ from ...recorder.state.events import CopyEvent, SlotEvent, StatusEvent, Transfer
 from ...recorder.state.forward import Forward
 from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.batch import TraceBatch
+from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
 from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding, of_request
 from .history import ForwardView, GroupReads, History, Judged, NamedSlots
@@ -91,6 +92,11 @@ class HistoryCheck:
     covered: ClassVar[Covered] = Covered.NOTHING
     events: ClassVar[frozenset[str]] = frozenset()
     needs_complete: ClassVar[bool] = False
+
+    @classmethod
+    def concerns(cls, header: TraceHeader) -> bool:  # noqa: ARG003  # for those that override it
+        """Say whether there is anything to judge in traces with this header; if not, it is passed over."""
+        return True
 
     def __init__(self, history: History) -> None:
         self.history = history

@@ -54,6 +54,18 @@ def check_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in CHECK_NAMES if name in chosen and f"-{name}" not in asked)
 
 
+def oracle_name(text: str) -> str:
+    """Return the name of one's own oracle, which is tried out."""
+    from ...kernels.ops.oracle.own import load_oracle
+
+    try:
+        if text:
+            load_oracle(text, 1 << 16)
+    except ValueError as error:
+        raise click.UsageError(f"--oracle: {error}") from None
+    return text
+
+
 def executor_for(device: str, executor: str) -> str:
     """Return the executor that runs on a device; a GPU steps."""
     source = click.get_current_context().get_parameter_source("executor")
@@ -212,6 +224,13 @@ def make_replay_command(
     "--all-rows",
     is_flag=True,
     help="Keep every violation. [default: the first 1,000 rows of a slot for each launch, 10 million in all; all are counted]",
+)
+@click.option(
+    "--oracle",
+    default="",
+    metavar="MODULE:NAME",
+    callback=lambda _context, _parameter, value: oracle_name(value),
+    help="Your own oracle, which sampled: imported and compared with. The hash oracle needs no naming.",
 )
 @click.option(
     "--fail-fast",

@@ -49,6 +49,10 @@ def show(console: Console, summary: Summary) -> None:
         for block in [*blocks, *([_finding(summary, summary.first_finding)] if summary.first_finding else [])]:
             console.print()
             console.print(Padding(grid(block), (0, 0, 0, 2), expand=False))
+    if summary.injected:
+        found = sum(one["found_forward"] >= 0 for one in summary.injected)
+        title = f"injected on purpose: {found:,} of {count_of(len(summary.injected), 'fault')} found"
+        _list(console, title, [_injected(one) for one in summary.injected], len(summary.injected))
     _list(console, "damage", summary.gaps, summary.num_gaps)
     _list(console, "losses", summary.losses, summary.num_losses)
     _list(console, "notes in the trace", [_mark(mark) for mark in summary.marks], summary.num_marks)
@@ -115,6 +119,12 @@ def _more_checks(summary: Summary) -> list[str]:
     swept = sum(count for tag, count in summary.slot_counters.items() if tag.startswith("SWEEP"))
     if summary.events.get("sweep"):
         lines.append(f"swept     {count_of(summary.events['sweep'], 'time')}   {swept:,} slots of the prefix cache")
+    if summary.header.sampler is not None:
+        sampled, judged, fed = (summary.oracle.get(n, 0) for n in ("sampled", "sampled_judged", "fed_judged"))
+        name = summary.header.sampler.name
+        hint = "" if judged or name == "hash" else f"   name it: --oracle {name}"
+        line = f"oracle    {name}: {judged:,} of {sampled:,} sampled tokens compared, and {fed:,} that were fed{hint}"
+        lines.append(printable(line))
     if summary.transfers_sent or summary.transfers_received:
         lines.append(
             f"moved     {count_of(summary.transfers_sent, 'transfer')} sent, {summary.transfers_received:,} received, "
@@ -201,6 +211,15 @@ def _finding(summary: Summary, finding: dict[str, Any]) -> list[tuple[str, str]]
     where += [f"{name} {finding[key]:,}" for name, key in _PLACES if finding[key] >= 0]
     first = f"{', '.join(where)}: {finding['detail']}"
     return [*kinds, ("the first", first)]
+
+
+def _injected(fault: dict[str, Any]) -> str:
+    where = f"{fault['fault']} in forward {fault['forward']:,}"
+    where += f", slot {fault['slot']:,}" if fault["slot"] >= 0 else ""
+    where += f", request {fault['request']}" if fault["request"] else ""
+    if fault["found_forward"] < 0:
+        return f"{where}: NOT FOUND"
+    return f"{where}: found in forward {fault['found_forward']:,} by {fault['found_by']}"
 
 
 def _mark(mark: dict[str, Any]) -> str:

@@ -17,7 +17,9 @@ _log = logging.getLogger("kvcanary")
 
 def make_executor(results: Results, settings: ReplaySettings, kv_hash_mode: KvHashMode) -> StepwiseExecutor:
     """Return the executor that the settings name, or the stepwise one if a check asks for that; raise `MemoryError` without room."""
-    uncovered = [name for name, ways in covered_by(settings.checks).items() if ways < Covered.INCREMENTAL]
+    uncovered = [
+        name for name, ways in covered_by(settings.checks, results.summary.header).items() if ways < Covered.INCREMENTAL
+    ]
     if uncovered and (settings.device != "cpu" or settings.executor != "stepwise"):
         _log.info(
             "replaying step by step on the CPU: %s does not say that it is covered otherwise", ", ".join(uncovered)
@@ -39,7 +41,7 @@ def make_pass(
 
     `compared`: whether every forward is another rank's, too. It stops where any of its own checks finds something.
     """
-    ways, history, checks = covered_by(settings.checks), executor.history, executor.checks
+    ways, history, checks = covered_by(settings.checks, executor.header), executor.history, executor.checks
     if not set(CHECK_NAMES) <= set(ways) or min(ways.values()) is not Covered.COMPILED:
         return None
     if compared or settings.max_violations == 0 or settings.backend != "cpu" or not covers(executor.header):

@@ -50,7 +50,9 @@ class StepwiseExecutor(EventApplier[GroupStep]):
     ) -> None:
         header, backend, names = results.summary.header, settings.backend, results.request_table
         self.results = results
-        self.checks = make_checks(settings.checks, header=header, request_table=names, backend=backend)
+        self.checks = make_checks(
+            settings.checks, header=header, request_table=names, backend=backend, oracle=settings.oracle
+        )
         self.history = None if self.checks is None else self.checks.history
         state = ReplayState(
             header=header,

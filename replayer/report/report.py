@@ -19,6 +19,7 @@ from ..run.divergence import DIVERGENCE_SCHEMA, ROWS_AT_ONCE, SwaDivergence
 from ..run.planning import Sweep
 from ..run.settings import ReplaySettings
 from .findings import FINDING_SCHEMA, Finding, finding_table
+from .injected import InjectedFaults
 from .merged.merging import MergingSink
 from .summary import NOBODY, Summary, add
 from .violations import ROWS_PER_SLOT, VIOLATION_SCHEMA, LaunchViolations, RowLimit, TableSink, violation_table
@@ -81,6 +82,8 @@ class Results:
         self._findings = TableSink(folder / "findings.parquet" if folder else None, FINDING_SCHEMA)
         path = folder / "swa_divergence.parquet" if folder and header.lut_lens else None
         self._divergence = TableSink(path, DIVERGENCE_SCHEMA)
+        self.injected = InjectedFaults()
+        summary.injected = self.injected.listed
         self._derived = Derived(header)
         self._launches: list[LaunchViolations] = []
         self._left_out: list[LaunchViolations] = []
@@ -115,6 +118,7 @@ class Results:
         launch = self._derived.violations(launch)
         if not len(launch.rows):
             return
+        self.injected.violations(launch)
         if self.merging is not None:
             launch = self.merging.with_turns(launch)
         self.summary.violations += len(launch.rows)
@@ -134,6 +138,7 @@ class Results:
         findings, summary = self._derived.findings(findings), self.summary
         if not findings:
             return
+        self.injected.findings(findings)
         self._findings.append(finding_table(findings))
         summary.first_finding = summary.first_finding or dataclasses.asdict(findings[0])
         summary.findings += len(findings)

@@ -102,6 +102,8 @@ class Summary:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     marks: list[dict[str, Any]] = field(default_factory=list)
     num_marks: int = 0
+    oracle: dict[str, int] = field(default_factory=dict)
+    injected: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     report: str | None = None
 

@@ -12,6 +12,8 @@ from ...recorder.state.keyframe_load import KeyframeLoader
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
 from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
+from ..checks.check import HistoryCheck
+from ..checks.oracle import OracleToken
 from ..executors.executors import make_executor, make_pass
 from ..report.report import Results
 from ..report.summary import MAX_LISTED, add
@@ -157,6 +159,7 @@ class EventReplay:
                 self._results.findings(self._health.finish(executor.launcher.kernel_counters))
         self._results.flush(executor.divergence)
         summary.requests = len(self._results.request_ids)
+        summary.oracle = next((c.counts for c in self._checks() if isinstance(c, OracleToken)), {})
         summary.slot_counters, summary.kernel_counters = (
             {tag.name: int(counters[tag]) for tag in LaunchTag}
             for counters in (executor.launcher.slot_counters, executor.launcher.kernel_counters)
@@ -164,6 +167,10 @@ class EventReplay:
         if executor.num_on_host is not None:
             summary.settings["forwards_on_cpu"] = executor.num_on_host
         summary.swa_divergence = executor.divergence.to_json()
+
+    def _checks(self) -> list[HistoryCheck]:
+        checks = self.executor.checks
+        return [] if checks is None else checks.checks
 
     def replay_event(self, view: EventView) -> None:
         """Replay one event that no pass takes."""
@@ -277,8 +284,6 @@ class EventReplay:
     def _mark(self, view: EventView) -> None:
         summary = self._summary
         summary.num_marks += 1
-        if len(summary.marks) >= MAX_LISTED:
-            return
         mark = {"event": int(view.scalar("event")), "note": str(view.scalar("note"))}
         try:
             labels = json.loads(str(view.scalar("labels")) or "{}")
@@ -286,7 +291,9 @@ class EventReplay:
             labels = None
         if not isinstance(labels, dict):
             labels = {"text": str(view.scalar("labels"))}
-        summary.marks.append({**mark, "labels": labels})
+        self._results.injected.mark(labels)
+        if len(summary.marks) < MAX_LISTED:
+            summary.marks.append({**mark, "labels": labels})
 
     def _forget(self) -> None:
         self._keyframes.stop()

@@ -20,7 +20,7 @@ class ReplaySettings:
     `executor` is "interval", which verifies a prefix position again only if something may have changed, or "stepwise",
     which verifies every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
     whatever `executor` says; `merge_rows` says whether violations that last are one row, None for what the executor has;
-    `all_rows` keeps every row of a slot that has very many.
+    `all_rows` keeps every row of a slot that has very many; `oracle` is the module:name of one's own that sampled.
     """
 
     kv_hash: str = "auto"
@@ -32,6 +32,7 @@ class ReplaySettings:
     device: str = "cpu"
     merge_rows: bool | None = None
     all_rows: bool = False
+    oracle: str = ""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an executor that there is not."""

@@ -37,7 +37,7 @@ _SUMS: Final = (
     *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read", "num_marks"),
     *("figures", "transfers_sent", "transfers_received", "transfers_unmatched"),
 )
-_COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters")
+_COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle")
 _RUNNING: Final = ("verify_full", "verify_swa")
 _DIVERGENCE: Final = "swa_divergence.parquet"
 
@@ -291,6 +291,7 @@ def _joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
     summary.last_forward = next((one.last_forward for one in reversed(summaries) if one.forwards), -1)
     summary.last_time_ns = max(one.last_time_ns for one in summaries)
     summary.marks = [mark for one in summaries for mark in one.marks][:MAX_LISTED]
+    summary.injected = [fault for one in summaries for fault in one.injected]
     summary.swa_divergence = _divergence([one.swa_divergence for one in summaries])
     if "forwards_on_cpu" in summary.settings:
         summary.settings = dict(summary.settings)

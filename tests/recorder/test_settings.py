@@ -58,6 +58,7 @@ def in_human_units(salt: Path) -> dict[str, Any]:
         "tokens": "hashed",
         "token_salt_file": str(salt),
         "names": "hashed",
+        "oracle": "my.module:Mine",
     }
 
 
@@ -83,6 +84,7 @@ def as_settings(salt: Path, config: Path | None = None) -> RecordingSettings:
         tokens="hashed",
         token_salt_file=salt,
         names="hashed",
+        oracle="my.module:Mine",
     )
 
 
@@ -142,6 +144,7 @@ WRONG = [
     ("compression", "gzip", "expected one of lz4, zstd, none"),
     ("segment_bytes", "1 MB", "or a number and KiB, MiB or GiB"),
     ("freeze_signal", "KILL", "the name of a signal, one of USR1, USR2"),
+    ("oracle", "hash it", "expected hash, or module:name"),
     ("tokens", "none", "expected one of plain, hashed"),
     (
         "keep_segments",

@@ -142,7 +142,7 @@ def test_the_summary_names_the_executor_that_ran(executor: str, monkeypatch: pyt
     trace = DATA / "clean_llama.arrow"
     settings = ReplaySettings(executor=executor)
     assert replay(trace, settings=settings, report=None).settings["executor_ran"] == executor
-    monkeypatch.setattr("kvcanary.replayer.executors.executors.covered_by", lambda _: {"of_ones_own": Covered.NOTHING})
+    monkeypatch.setattr("kvcanary.replayer.executors.executors.covered_by", lambda *_: {"of_ones_own": Covered.NOTHING})
     ran = replay(trace, settings=settings, report=None).settings
     assert (ran["executor"], ran["executor_ran"]) == (executor, "stepwise")
 

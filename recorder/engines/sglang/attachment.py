@@ -9,12 +9,15 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, StepCost, beside, while_true, wrap_method
+from ..common.injecting import injector_of
 from ..common.stopping import stop_tree
 from .history import knows_allocator
 from .hooks import not_applied, register_drafts
+from .injecting import redirect
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
+from .oracle import SglangOracle
 from .recording import SglangRecording
 from .transfers import HostCache
 
@@ -37,6 +40,7 @@ class SglangAttachment(EngineAttachment):
         self.notes: list[str] = []
         self.not_watched: list[NotWatched] = []  # what could not be hooked
         self.recording: SglangRecording | None = None
+        self.oracle: SglangOracle | None = None
         self._settings = settings
         self._runners: list[Any] = []
         # The runner that ran last, and what is known of it.
@@ -110,6 +114,10 @@ class SglangAttachment(EngineAttachment):
         recording = SglangRecording(scheduler, runners, settings, tuple(self.notes), missing, *looked_at)
         with beginning(recording.recorder):
             self._follow(scheduler, recording, allocator if history else None)
+            if recording.recorder.header.sampler is not None:
+                sampler = recording.recorder.header.sampler
+                self.oracle = SglangOracle(sampler, recording.target, recording.requests)
+                self.oracle.injector = injector_of(recording.recorder, self._settings.inject)
         self.recording = recording
         self.end_with_process()
 
@@ -201,8 +209,17 @@ class SglangAttachment(EngineAttachment):
         bs = batch.req_pool_indices.numel()
         if layout.sampled:
             self.cost.next_step(batch.forward_mode, bs)
+        injector = injector_of(recording.recorder, self._settings.inject)
+        put_back = None if injector is None else redirect(injector, recording, layout, batch)
         recording.before_model(layout, batch, bs)
-        return recording.after_model
+        if put_back is None:
+            return recording.after_model
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            recording.after_model(result, error)
+            put_back()
+
+        return finish
 
     def on_draft_extend_graph(self, graph_runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Record a draft's extend that runs as a CUDA graph, past the draft runner's own forward."""
@@ -251,6 +268,12 @@ class SglangAttachment(EngineAttachment):
         done = yield
         if self.recording is not None and done[0]:
             self.recording.new_weights()
+
+    def around_sample(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let the oracle sample, if one was asked for and can; it may raise, since nobody else knows the tokens then."""
+        if self.oracle is None:
+            return original(runner, *args, **kwargs)
+        return self.oracle.around_sample(original, runner, *args, **kwargs)
 
     def on_stop(self, *args: Any, **kwargs: Any) -> None:
         """Let the processes that are about to be killed end their traces first."""

@@ -94,6 +94,10 @@ def install() -> None:
     for entry in register([target for target in TARGETS if not target.drafts], attachment):
         logger.warning("kvcanary: %s: %s", entry.name, entry.reason)
         attachment.not_watched.append(entry)
+    if settings.oracle:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(_dotted(f"{_RUNNER}.sample"), attachment.around_sample, HookType.AROUND)
 
 
 def _hook_stops(*, apply: bool) -> None:

@@ -29,6 +29,7 @@ from ...trace.header import (
     TraceHeader,
 )
 from ..common.attachment import installed_version
+from ..common.oracle import with_oracle
 from .recurrent import state_pool
 
 ALIGN_BYTES: Final = 16
@@ -199,7 +200,7 @@ def describe_engine(
     vocab_size = int(getattr(config, "vocab_size", 0) or 0)
     in_host_cache = host_slots(scheduler, layout.groups)
     oracle = getattr(server_args, "sampling_backend", "") == "token_oracle" and vocab_size > 0
-    return TraceHeader(
+    header = TraceHeader(
         engine=EngineInfo(name="sglang", version=installed_version("sglang")),
         model=ModelInfo(
             name=str(getattr(server_args, "served_model_name", "") or getattr(server_args, "model_path", "unknown")),
@@ -219,6 +220,9 @@ def describe_engine(
         not_watched=tuple(layout.not_watched),
         notes=(*notes, *([f"online canary: forward 0 is its step {step}"] if isinstance(step, int) else ())),
     )
+    drafts = bool(getattr(server_args, "speculative_algorithm", None))
+    why_not = "with speculative decoding tokens are accepted, not sampled" if drafts else ""
+    return with_oracle(header, settings.oracle, vocab_size, why_not)
 
 
 def host_slots(scheduler: Any, groups: list[PoolGroup]) -> int:

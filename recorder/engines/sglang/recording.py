@@ -18,6 +18,7 @@ from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
+from ..common.injecting import recorder_class
 from .forward import DeviceForwards, draft_steps, draft_tree, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
@@ -123,7 +124,7 @@ class SglangRecording:
                 note = f"every forward waits for the device: {error}"
                 logger.warning("kvcanary: %s", note)
                 header = dataclasses.replace(header, notes=(*header.notes, note))
-        return Recorder(path, what_is_derived(header, model_runners, None), **options)
+        return recorder_class(settings.inject)(path, what_is_derived(header, model_runners, None), **options)
 
     def cost(self) -> dict[str, int]:
         """Return what the recording has cost so far: forwards, and memory on the device and pinned on the host."""

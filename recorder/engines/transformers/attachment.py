@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from ...capture.recorder import Recorder, prepare_kernels
 from ...errors import error_text
 from ...process.environment import read_environment
+from ...process.injection import Injection
 from ...writing.trace_file import begin_new
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, beside, harmless
@@ -179,7 +180,8 @@ def attach_from_environment() -> TransformersAttachment | None:
         return None
     settings.folder.mkdir(parents=True, exist_ok=True)
     when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    options: dict[str, Any] = {"kv_watch_every": settings.kv_watch_every, "capture_bytes": settings.capture_bytes}
+    names = ("kv_watch_every", "capture_bytes", "oracle", "inject")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
     return begin_new(
         settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
         lambda path: attach(path, **options, **settings.writer_options()),
@@ -193,6 +195,8 @@ def attach(
     capture_bytes: int = 16,
     layers: tuple[int, ...] | None = None,
     submitted: bool = True,
+    oracle: str = "",
+    inject: Injection | None = None,
     **writer_options: Any,
 ) -> TransformersAttachment:
     """Record every batch processor that steps from now on, until `detach`.
@@ -205,6 +209,8 @@ def attach(
         layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.
         submitted: compare what those layers hand to the cache with what it holds after the forward; costs a copy of
             their K and V of each forward.
+        oracle: what samples every token in the place of the model, "hash" or "module:name"; "" the model does.
+        inject: a fault to be put into the engine on purpose, as `kvcanary inject` asks for it.
         writer_options: `compression`, `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`, `overwrite`.
 
     Raises:
@@ -218,14 +224,17 @@ def attach(
         raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
     if capture_bytes < 0 or capture_bytes % 16:
         raise ValueError(f"capture_bytes is {capture_bytes}, expected a multiple of 16, or 0 for none")
+    if inject is not None and inject.fault == "kv_unused_cache":
+        raise ValueError("kv_unused_cache needs a sweep of the prefix cache, which transformers' recording has not")
     if path.exists() and not writer_options.get("overwrite", False):
         raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
     from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     prepare_kernels()  # now, not at the engine's first step
-    options = {"layers": layers, "capture_bytes": capture_bytes, "kv_watch_every": kv_watch_every}
-    attachment = TransformersAttachment(path, {**options, "submitted": submitted, "writer_options": writer_options})
+    options: dict[str, Any] = {"layers": layers, "capture_bytes": capture_bytes, "kv_watch_every": kv_watch_every}
+    options |= {"submitted": submitted, "oracle": oracle, "inject": inject, "writer_options": writer_options}
+    attachment = TransformersAttachment(path, options)
     processor, offloading = continuous_api.ContinuousBatchProcessor, offloading_manager.OffloadingManager
     allocator, paged = cache_allocator.CacheAllocator, cache.PagedAttentionCache
     attachment.install(

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 
 from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import as_rows
-from ...capture.recorder import Recorder
+from ...process.injection import Injection
 from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
+from ..common.injecting import injector_of, recorder_class
+from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
+from .injecting import redirect
 from .layout import TransformersGroup, attention_input, describe_engine, table_read, written_slots
 
 
@@ -24,6 +28,7 @@ class TransformersRequest(KnownRequest):
     def __init__(self, name: str, request_id: int) -> None:
         super().__init__(name, request_id)
         self.blocks: Counter[int] = Counter()
+        self.seed = request_id  # for the oracle; a fork goes by its parent's, whose first token it has
 
 
 class TransformersRecording:
@@ -41,6 +46,8 @@ class TransformersRecording:
         capture_bytes: int,
         kv_watch_every: int,
         submitted: bool,
+        oracle: str,
+        inject: Injection | None,
         writer_options: dict[str, Any],
     ) -> None:
         if processor.use_async_batching:
@@ -52,6 +59,7 @@ class TransformersRecording:
         if sources and not submitted:
             off = NotWatched(what="submitted", name=header.runners[0].name, reason="switched off: submitted=False")
             header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
+        header = with_oracle(header, oracle, int(processor.config.vocab_size))
         numbers = itertools.count()  # a name may come again, as another request
         self._requests = RequestRows(header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers)))
         self._forward = -1
@@ -63,7 +71,16 @@ class TransformersRecording:
             for number, stream in enumerate(pool.streams)
         }
         self._reason = "finish"  # of blocks that are freed now
-        self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
+        begin = recorder_class(inject)
+        self.recorder = begin(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
+        self._injector = injector_of(self.recorder, inject)
+        self._put_back: Callable[[], None] | None = None
+        if header.sampler is not None:
+            self._sampler = OracleSampler(header.sampler)
+            self._sampler.injector = self._injector
+            logits = processor.logit_processor
+            logits.logits_processor.append(lambda _, scores: self._force(processor.inputs_and_outputs, scores))
+            logits.do_processing = True
         if self._has_history(processor):
             self.recorder.lost("attached to an engine that had already run")
 
@@ -75,6 +92,15 @@ class TransformersRecording:
         allocators = [layout.allocator for layout in self._layouts]
         return started or any(one.ledger.block_to_hash or set(one.block_table) - known for one in allocators)
 
+    def _force(self, io: Any, scores: Any) -> Any:
+        """Leave each request that gets a token in this step, `scores` `[requests, vocab]`, the oracle's."""
+        if self.recorder.off:
+            return scores
+        sampled = [future for future in io.requests_in_batch if future.has_new_token]
+        seeds = [self._known(future.state).seed for future in sampled]
+        names = [future.state.request_id for future in sampled]
+        return force(scores, self._sampler.sample(names, seeds, [future.state.position_offset for future in sampled]))
+
     def before_step(self, processor: Any) -> None:
         """Record the forward that `_generation_step` is about to run."""
         io = processor.inputs_and_outputs
@@ -85,6 +111,8 @@ class TransformersRecording:
             self._requests.run(request, self._forward)
         for layout in self._layouts:
             self._record_new_blocks(layout, requests)
+        if self._injector is not None:
+            self._put_back = redirect(self._injector, self._layouts, io, [one.request_id for one in requests])
         extend = np.array([future.query_length for future in batch], np.int64)
         # The engine has counted this step in already.
         prefix = np.array([future.state.position_offset for future in batch], np.int64) - extend
@@ -113,6 +141,9 @@ class TransformersRecording:
 
     def after_step(self, processor: Any, error: BaseException | None) -> None:
         """Complete the forward with the tokens that it sampled, or with what the model raised."""
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
         submitted = {key: as_rows(states)[: self._tokens] for key, states in self._submitted.items()}
         self._submitted.clear()
         if error is not None:
@@ -140,6 +171,8 @@ class TransformersRecording:
         if new:
             labels = {"parent": parent.request_id} if parent is not None else None
             said: dict[str, Any] = {"prompt_len": len(state.initial_tokens), "labels": labels}
+            if parent is not None and self.recorder.header.sampler is not None:
+                said["room"] = request.seed = parent.seed
             self.recorder.request(request_id=request.request_id, name=request.name, **said)
         return request
 

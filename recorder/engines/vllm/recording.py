@@ -19,6 +19,7 @@ from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
+from ..common.injecting import recorder_class
 from .blocks import BlockHistory, why_no_history
 from .copies import ConnectorCopies, Storage
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
@@ -115,7 +116,8 @@ class VllmRecording:
             note = f"every forward waits for the device: {why}"
             logger.warning("kvcanary: %s", note)
             header = dataclasses.replace(header, notes=(*header.notes, note))
-        return Recorder(path, header, state_sources=layout.states.parts if settings.capture_bytes else {}, **options)
+        begin = recorder_class(settings.inject)
+        return begin(path, header, state_sources=layout.states.parts if settings.capture_bytes else {}, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
         """Hook this engine's own parts; `on_history_fault` is called when the slot history failed, which is over then."""
@@ -177,9 +179,8 @@ class VllmRecording:
         if not copies:
             return
         blocks = np.array([(copy.src_block_id, copy.dst_block_id) for copy in copies], np.int64)
-        for (
-            group
-        ) in self.layout.groups:  # whose they are is not said; to those that do not hold them it is all the same
+        # Whose they are is not said; to those groups that do not hold them it is all the same.
+        for group in self.layout.groups:
             src, dst = blocks[:, 0] * group.block_size, blocks[:, 1] * group.block_size
             count = np.full(src.size, group.block_size, np.int64)
             self.recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")

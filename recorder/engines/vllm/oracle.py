@@ -1,0 +1,66 @@
+"""An oracle as a logits processor of the V1 model runner: the last one, which leaves each request one token.
+
+What comes behind it - temperature, top-k, top-p, penalties, the sampler itself, asynchronous scheduling - goes on as ever.
+"""
+
+from typing import Any
+
+from ...trace.header import Sampler
+from ..common.oracle import OracleSampler, force
+from .step import VllmRequests
+
+
+def why_no_oracle(runner: Any) -> str:
+    """Return why no oracle can sample for a runner, nothing if one can."""
+    if getattr(runner.vllm_config, "speculative_config", None) is not None:
+        return "with speculative decoding tokens are accepted, not sampled"
+    if not hasattr(getattr(runner, "input_batch", None), "logitsprocs"):
+        return "only the V1 model runner takes it as a logits processor (VLLM_USE_V2_MODEL_RUNNER=0)"
+    return ""
+
+
+class VllmOracle(OracleSampler):
+    """The oracle of one runner, which knows these requests."""
+
+    def __init__(self, sampler: Sampler, runner: Any, requests: VllmRequests) -> None:
+        super().__init__(sampler)
+        self._runner = runner
+        self._requests = requests
+        self._ends: dict[str, int] = {}
+
+    def attach(self) -> None:
+        """Put the oracle behind the runner's other logits processors."""
+        from vllm.v1.sample.logits_processor import LogitsProcessor
+
+        oracle = self
+
+        class OracleLogits(LogitsProcessor):
+            """What vLLM calls with the logits of a step."""
+
+            def __init__(self) -> None:
+                pass
+
+            def apply(self, logits: Any) -> Any:
+                return oracle.force(logits)
+
+            def is_argmax_invariant(self) -> bool:
+                return False
+
+            def update_state(self, batch_update: Any) -> None:
+                pass
+
+        self._runner.input_batch.logitsprocs.non_argmax_invariant.append(OracleLogits())
+
+    def begin_step(self, output: Any) -> None:
+        """Note how many tokens each request of a step will have in the cache, as the scheduler says."""
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._ends = {name: computed[name] + count for name, count in output.num_scheduled_tokens.items()}
+
+    def force(self, logits: Any) -> Any:
+        """Leave each row of a step's logits `[requests, vocab]` the oracle's token."""
+        names = self._runner.input_batch.req_ids[: logits.shape[0]]
+        known = [self._requests.see(name)[0] for name in names]
+        ends, lens = [self._ends[name] for name in names], [one.prompt_len for one in known]
+        return force(logits, self.sample(names, [one.request_id for one in known], ends, lens))
