@@ -15,7 +15,6 @@ from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks,
 from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
 from .kv import KvCapture
-from .oracle import why_no_oracle
 from .recurrent import SPEC, VllmStates
 
 # By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
@@ -196,6 +195,15 @@ def describe_engine(
     if not layout.oracle:
         return header
     return with_oracle(header, layout.oracle, int(model.get_vocab_size()), why_no_oracle(runner))
+
+
+def why_no_oracle(runner: Any) -> str:
+    """Return why no oracle can sample for a runner, nothing if one can."""
+    if getattr(runner.vllm_config, "speculative_config", None) is not None:
+        return "with speculative decoding tokens are accepted, not sampled"
+    if not hasattr(getattr(runner, "input_batch", None), "logitsprocs"):
+        return "only the V1 model runner takes it as a logits processor (VLLM_USE_V2_MODEL_RUNNER=0)"
+    return ""
 
 
 def _pool_group(layout: VllmLayout, group: VllmGroup) -> PoolGroup:

@@ -10,15 +10,6 @@ from ..common.oracle import OracleSampler, force
 from .step import VllmRequests
 
 
-def why_no_oracle(runner: Any) -> str:
-    """Return why no oracle can sample for a runner, nothing if one can."""
-    if getattr(runner.vllm_config, "speculative_config", None) is not None:
-        return "with speculative decoding tokens are accepted, not sampled"
-    if not hasattr(getattr(runner, "input_batch", None), "logitsprocs"):
-        return "only the V1 model runner takes it as a logits processor (VLLM_USE_V2_MODEL_RUNNER=0)"
-    return ""
-
-
 class VllmOracle(OracleSampler):
     """The oracle of one runner, which knows these requests."""
 
