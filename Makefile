@@ -113,6 +113,7 @@ conformance-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/pools.py
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/pairs.py $(CONFORMANCE)
 	$(SGLANG_VENV)/bin/python tests/conformance/sglang/ranks.py $(CONFORMANCE)
+	$(SGLANG_VENV)/bin/python tests/conformance/injected.py sglang
 
 $(SGLANG_VENV)/.ready: tests/conformance/sglang/install.sh tests/conformance/sglang/standin/sitecustomize.py pyproject.toml
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
@@ -123,6 +124,7 @@ $(SGLANG_VENV)/.ready: tests/conformance/sglang/install.sh tests/conformance/sgl
 # Writes docs/results/conformance-vllm.md. A part of it: make conformance-vllm CONFORMANCE="--only hybrid --seeds 1 --no-write"
 conformance-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python tests/conformance/vllm/run.py $(CONFORMANCE)
+	$(VLLM_VENV)/bin/python tests/conformance/injected.py vllm
 
 $(VLLM_VENV)/.ready: tests/conformance/vllm/install.sh pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

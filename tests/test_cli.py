@@ -128,7 +128,7 @@ def test_completion_scripts_name_both_programs(shell: str) -> None:
 @pytest.mark.parametrize(
     ("words", "incomplete", "wanted"),
     [
-        ([], "in", {"incidents", "inspect"}),
+        ([], "in", {"incidents", "inject", "inspect"}),
         (["bisect"], "--in", {"--incident"}),
         (["bisect", "a.arrow"], "--vo", {"--vote"}),
         (["bisect"], "r", {"reset", "run"}),
