@@ -34,6 +34,7 @@ _COMMANDS: Final = {
     "recover": ("recorder.cli.recover", "recover_command", "Rewrite what is whole of a torn trace."),
     "replay": ("", "", "Replay traces and judge them (kvcanary-replay)."),
     "ship": ("recorder.cli.ship", "ship_command", "Move finished traces to an object store."),
+    "report": ("analysis.cli.report", "report_command", "Write an incident as Markdown for an issue tracker."),
     "shrink": ("analysis.cli.shrink", "shrink_command", "Cut a trace down to what shows one incident, for an issue."),
     "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),
@@ -111,6 +112,7 @@ From a production trace to a verdict:
   kvcanary diff good.arrow bad.arrow where two runs of one workload part first
   kvcanary bisect traces/*.arrow     which engine version brought it
   kvcanary shrink trace.arrow        the smallest part that shows an incident, for an issue
+  kvcanary report --issue trace.report   the text of the issue
   kvcanary recover torn.arrow        save what is whole of a torn trace
 """
 

@@ -1,0 +1,111 @@
+"""`kvcanary report`: an incident as text for an issue tracker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...recorder.cli.program import GivenPath
+from ...recorder.errors import TraceError
+from ..errors import AnalysisError
+from . import errors_end, report_argument, say, trace_option
+
+_EPILOG = """\b
+Examples:
+  kvcanary report --issue trace.report
+      the first incident, in Markdown: to be read through, and pasted into an issue
+  kvcanary shrink trace.arrow && kvcanary report --issue trace.report -o issue.md
+      with the shrunk trace, which is to be attached
+  kvcanary report --issue trace.report --incident 2 --shrunk second.arrow
+  kvcanary report --issue trace.report --json | jq -r .text
+
+\b
+Exit codes: 0 written, 2 wrong usage, an unreadable report, or no such incident.
+"""
+
+
+@click.command("report", epilog=_EPILOG)
+@report_argument
+@click.option(
+    "--issue", is_flag=True, required=True, help="Markdown for an issue tracker, the only kind that there is."
+)
+@click.option("--incident", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Which one.")
+@click.option(
+    "--shrunk",
+    type=GivenPath(dir_okay=False, exists=True),
+    help="What kvcanary shrink wrote. [default: TRACE.shrunk.arrow beside the trace, if it is there]",
+)
+@trace_option
+@click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Where to. [default: standard output]")
+@click.option("--json", "as_json", is_flag=True, help="Print the text and what it is of as JSON.")
+def report_command(
+    report: Path,
+    issue: bool,
+    incident: int,
+    shrunk: Path | None,
+    trace: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write what an issue needs of an incident: versions, settings, what went wrong, the rows that show it, the shrunk trace.
+
+    Requests have other names in it, tokens are T1, T2, and paths are left out. REPORT is the folder that kvcanary-replay
+    wrote, or the trace that it is of.
+    """
+    del issue  # the only kind
+    with errors_end(TraceError):
+        named, text = _issue(report, incident, shrunk, trace)
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{output}: cannot be written: {error.strerror or error}") from None
+    if as_json:
+        click.echo(json.dumps({**named, "output": str(output) if output else None, "text": text}, indent=2))
+    elif output is not None:
+        say(f"wrote   {output}   read it through before you post it")
+    else:
+        click.echo(text, nl=False)
+
+
+def _issue(report: Path, number: int, shrunk: Path | None, moved: Path | None) -> tuple[dict[str, Any], str]:
+    """Return what an incident is called and where it is from, and its text."""
+    from ... import __version__
+    from ...recorder.trace.reader import TraceReader
+    from ..incidents.finding import find_incidents, read_incidents, write_incidents
+    from ..issue import issue_text
+    from ..store.sources import find_sources, read_summary, reports_named
+
+    reports = reports_named(report)
+    if len(reports) > 1:
+        raise AnalysisError(f"{report}: holds {len(reports)} reports; name one of them")
+    [source] = find_sources(reports, trace=moved)
+    folder, summary = reports[0], read_summary(reports[0])
+    rows = read_incidents(folder)
+    if rows is None:
+        found = find_incidents(folder, list(source.files))
+        write_incidents(folder, found)
+        rows = found.rows
+    if number > len(rows):
+        raise AnalysisError(f"--incident {number}: {folder} has {len(rows)} incident(s)")
+    header = None
+    if source.files:
+        with TraceReader(source.files[0]) as reader:
+            header = reader.header
+    small = shrunk
+    if small is None and source.trace is not None:
+        beside = source.trace.with_name(f"{source.trace.stem}.shrunk.arrow")
+        small = beside if beside.is_file() else None
+    part = None
+    if small is not None:
+        with TraceReader(small) as reader:
+            part = small, reader.header
+        if part[1].shrunk is None:
+            raise AnalysisError(f"{small}: is no shrunk trace; make one with kvcanary shrink")
+    row = rows[number - 1]
+    text = issue_text(folder, summary, row, header, version=__version__, shrunk=part)
+    named = {"report": str(folder), "incident": number, "kind": row["kind"], "shrunk": str(small) if small else None}
+    return named, text

@@ -1,0 +1,66 @@
+"""The text for a tracker: all that an issue needs, and nothing that was said to the model."""
+
+import json
+import shutil
+
+import pytest
+from kvcanary.analysis.shrink.shrink import shrink
+from kvcanary.cli import main
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.replayer.run.replay import ReplaySettings, replay
+
+from ..support.places import DATA
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A report beside its trace, of a page that another request's prompt had filled."""
+    folder = tmp_path_factory.mktemp("issue")
+    shutil.copy(DATA / "corpus" / "vllm-short_hash.arrow", folder / "t.arrow")
+    (folder / "t.report").mkdir()
+    replay(folder / "t.arrow", settings=ReplaySettings(), report=folder / "t.report")
+    return folder / "t.report"
+
+
+def text_of(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main(["report", "--json", *map(str, arguments)])
+    assert end.value.code == 0
+    return json.loads(capsys.readouterr().out)["text"]
+
+
+def test_it_has_what_an_issue_needs_and_no_name_token_or_path(report, capsys):
+    text = text_of(capsys, "--issue", report)
+    for said in (
+        "`tokens_truncated_hash_kept`",
+        "vllm 0.32.0",
+        "pages of 32",
+        "hit_differs",
+        "kvcanary shrink t.arrow",
+    ):
+        assert said in text
+    with TraceReader(report.with_name("t.arrow")) as reader:
+        names = {name for batch in reader.stream() for name in batch.strings("name") if name}
+    assert not [name for name in names if name in text]
+    assert str(report.parent) not in text and "token 264" not in text and "token T1" in text
+
+
+def test_the_shrunk_trace_beside_it_is_named(report, capsys):
+    shrink([report.with_name("t.arrow")], report.with_name("t.shrunk.arrow"), seconds=1)
+    text = text_of(capsys, "--issue", report)
+    assert "kvcanary-replay t.shrunk.arrow" in text and "of 183 events that shows it" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--issue", "--incident", "7"], "has 1 incident(s)"),
+        ([], "--issue"),
+        (["--issue", "--shrunk"], "no shrunk trace"),
+    ],
+)
+def test_what_is_wrong_is_said(report, capsys, arguments, says):
+    whole = [report.with_name("t.arrow")] if arguments[-1:] == ["--shrunk"] else []
+    with pytest.raises(SystemExit) as end:
+        main(["report", "--json", *arguments, *map(str, whole), str(report)])
+    assert end.value.code == 2 and says in json.loads(capsys.readouterr().out)["error"]
