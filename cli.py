@@ -22,6 +22,7 @@ _COMMANDS: Final = {
         "check_adapter_command",
         "Try an adapter: healthy runs, faults, what it does not record.",
     ),
+    "collect": ("analysis.cli.collect", "collect_command", "Put reports into one table of a fleet."),
     "diff": ("analysis.cli.diff", "diff_command", "Compare two traces of the same workload."),
     "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
     "export": ("analysis.cli.export", "export_command", "Write traces for Perfetto's UI."),

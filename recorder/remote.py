@@ -13,6 +13,7 @@ import re
 import stat
 import tempfile
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -176,6 +177,19 @@ def located(path: RemotePath, *, tries: int = 1) -> tuple[Any, str]:
     if scheme in ("abfs", "abfss"):
         rest = f"{rest.partition('@')[0]}/{rest.partition('/')[2]}"
     return filesystem, rest
+
+
+def put(path: RemotePath, content: bytes) -> None:
+    """Write a small object: it is there whole, in place of an older one, or not at all. Raises `OSError`."""
+    filesystem, key = located(path)
+    partial = located(path.with_name(f".{path.name}.{uuid.uuid4().hex}.part"))[1]
+
+    def send() -> None:
+        with filesystem.open_output_stream(partial) as out:
+            out.write(content)
+        filesystem.move(partial, key)
+
+    retried(path, send)
 
 
 def retried(path: Path, act: Callable[[], T]) -> T:

@@ -130,7 +130,7 @@ def test_reports_there_are_asked_as_here(store: FaultyProxy, tmp_path: Path, mon
     assert ship(tmp_path, "traces", bucket="direct")[0] == 0
     corrupt = f"s3://direct/traces/{CORRUPT.name}"
     monkeypatch.setattr(sources, "user_cache", lambda: tmp_path / "cache")
-    assert run_replay("--no-page", corrupt).exit_code == 1
+    assert run("replay", "--no-page", corrupt).returncode == 1
     report = f"s3://direct/traces/{CORRUPT.stem}.report"
     done = run("ship", "--once", "--json", f"{CORRUPT.stem}.report", report)
     assert json.loads(done.stdout)["shipped"][-1] == f"{report}/summary.json"
@@ -143,6 +143,10 @@ def test_reports_there_are_asked_as_here(store: FaultyProxy, tmp_path: Path, mon
     for (command, *query), said in asked.items():
         done = run(command, report, *query, "--json")
         assert (done.returncode, said in done.stdout) == (0, True), done.stderr
+    assert run("collect", report, "s3://direct/table").returncode == 0
+    assert run("collect", "s3://direct/traces", "s3://direct/table").returncode == 0
+    done = run("sql", "s3://direct/table", "select kind, node, reports from kinds_by_node", "--json")
+    assert json.loads(done.stdout) == [{"kind": "free_too_early", "node": "traces", "reports": 1}], done.stderr
     assert run("diff", corrupt, CORRUPT).returncode == 0
     assert run("inspect", "s3://direct/traces", "--json").returncode == 0
     assert run("page", report, "-o", "page.html").returncode == 0

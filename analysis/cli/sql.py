@@ -32,6 +32,8 @@ Examples:
       several traces; the column trace says which
   kvcanary sql /traces/ "select trace, count(*) from forwards group by trace"
       all traces of a folder, with their reports where they were replayed
+  kvcanary sql s3://bucket/table "from kinds_by_version"
+      a table of many reports, made by kvcanary collect
   kvcanary sql trace.report --format parquet -o tokens.parquet "from tokens"
   kvcanary sql trace.report -f query.sql --format json | jq .
   kvcanary sql trace.report --save
@@ -106,11 +108,17 @@ def _run(
     paths: list[Path], query: str | None, script: Path | None, output: Path | None, form: str, options: dict[str, Any]
 ) -> None:
     from ..store.output import spare
+    from ..store.reports_table import is_table, open_table
     from ..store.session import open_sources
     from ..store.sources import find_sources, named_in
     from ..store.store import build_store
-    from .prompt import View, converse, line_editing
 
+    if len(paths) == 1 and is_table(paths[0]):
+        with open_table(paths[0], unlocked=options["unlocked"]) as session:
+            for problem in session.problems:
+                say(f"note: {problem}", err=True)
+            _answer(session, query if query is not None else _read_script(script), query, output, form, options)
+        return
     sources = find_sources([source for path in paths for source in named_in(path)], trace=options["trace"])
     if output is not None:
         spare([path for source in sources for path in source.kept] + ([script] if script else []), output)
@@ -122,26 +130,35 @@ def _run(
     text = query if query is not None else _read_script(script)
     with open_sources(sources, use_store=not options["live"], unlocked=options["unlocked"]) as session:
         _tell_problems(sources, session)
-        screen = sys.stdout.isatty() and output is None
-        rows = options["rows"] if options["rows"] is not None else 100 * screen
-        width = options["width"] if options["width"] is not None else terminal_width() if screen else None
-        view = View(expanded=options["expanded"])
+        _answer(session, text, query, output, form, options)
 
-        def show(query: str) -> None:
-            shown = {"max_rows": rows or None, "width": width or None, "expanded": view.expanded, "on_screen": screen}
-            _show(session, query, form, output, shown)
 
-        if text is None:
-            if form in ("parquet", "arrow"):
-                raise click.UsageError(f"--format {form} goes with a query")
-            click.echo("\\? for help, \\d for what there is, \\q to leave")
-            with line_editing(session.words) as read:
-                converse(session, view, show=show, read=read, write=say)
-        elif form == "table" and output is None and query is None:
-            lines = iter(text.splitlines())
-            converse(session, view, show=show, read=lambda _: _next_line(lines), write=say, strict=True)
-        elif text.strip():
-            show(text)
+def _answer(
+    session: SqlSession, text: str | None, query: str | None, output: Path | None, form: str, options: dict[str, Any]
+) -> None:
+    """Answer a query, or those of a script or a pipe, or of whoever sits at the prompt."""
+    from .prompt import View, converse, line_editing
+
+    screen = sys.stdout.isatty() and output is None
+    rows = options["rows"] if options["rows"] is not None else 100 * screen
+    width = options["width"] if options["width"] is not None else terminal_width() if screen else None
+    view = View(expanded=options["expanded"])
+
+    def show(query: str) -> None:
+        shown = {"max_rows": rows or None, "width": width or None, "expanded": view.expanded, "on_screen": screen}
+        _show(session, query, form, output, shown)
+
+    if text is None:
+        if form in ("parquet", "arrow"):
+            raise click.UsageError(f"--format {form} goes with a query")
+        click.echo("\\? for help, \\d for what there is, \\q to leave")
+        with line_editing(session.words) as read:
+            converse(session, view, show=show, read=read, write=say)
+    elif form == "table" and output is None and query is None:
+        lines = iter(text.splitlines())
+        converse(session, view, show=show, read=lambda _: _next_line(lines), write=say, strict=True)
+    elif text.strip():
+        show(text)
 
 
 def _next_line(lines: Iterator[str]) -> str:

@@ -188,7 +188,7 @@ def open_sources(
                     connection.execute(statement)
                 _derive(connection)
             if not unlocked:
-                _lock(connection, opened)
+                lock(connection, opened)
         except duckdb.Error as error:
             if "KeyboardInterrupt" in str(error):  # Ctrl-C while DuckDB asks us for a relation
                 raise KeyboardInterrupt from None
@@ -220,7 +220,8 @@ def _derive(connection: Any) -> None:
         connection.execute(f"alter view _of_files_{name} rename to {name}")
 
 
-def _lock(connection: Any, opened: Sequence[str]) -> None:
+def lock(connection: Any, opened: Sequence[str]) -> None:
+    """Let a connection reach nothing but what is registered, files `opened`, and its spill folder."""
     spill = connection.execute("select current_setting('temp_directory')").fetchone()[0]
     connection.execute(f"set allowed_directories = [{quoted(spill)}]")
     connection.execute(f"set allowed_paths = [{', '.join(map(quoted, opened))}]")

@@ -1,0 +1,112 @@
+"""Reports of many recordings in one table: nothing twice, nothing half, and what is damaged is left out and named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from kvcanary.analysis.store.reports_table import QUESTIONS
+
+from ..support.commands import run
+
+DAY_NS = 86_400_000_000_000
+BEGIN_NS = 1_790_000_000_000_000_000
+
+
+def write_report(
+    folder: Path, trace: str, *, version: str = "1", day: int = 0, kinds: tuple[str, ...] = (), **more: Any
+) -> Path:
+    """A report's summary as a replay leaves it, as far as the table takes it."""
+    began = BEGIN_NS + day * DAY_NS
+    summary = {
+        "trace": f"/traces/node-{trace[0]}/{trace}.arrow",
+        "trace_id": trace,
+        "verdict": "corrupt" if kinds else "clean",
+        "engine": {"name": "vllm", "version": version},
+        "model": {"name": "a/b c"},
+        "ranks": {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0},
+        "requests": 10,
+        "num_requests_hit": len(kinds),
+        "tokens": 100,
+        "first_time_ns": began,
+        "last_time_ns": began + 1,
+        "incidents": [{"kind": kind, "title": kind, "time_ns": began + 1, "slots": [1]} for kind in kinds],
+        "coverage": [{"what": "forwards", "name": "", "watched": 3, "total": 4, "share": 0.75}],
+        **more,
+    }
+    report = folder / f"{trace}.report"
+    report.mkdir(parents=True)
+    (report / "summary.json").write_text(json.dumps(summary))
+    return report
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    reports = tmp_path / "reports"
+    write_report(reports, "a1")
+    write_report(reports, "a2", kinds=("stale", "stale"), day=1)
+    write_report(reports, "b1", kinds=("stale", "wild"), day=2, version="2/rc")
+    assert run("collect", reports, tmp_path / "table").returncode == 0
+    return tmp_path / "table"
+
+
+def ask(table: Path, query: str) -> list[Any]:
+    done = run("sql", table, query, "--json")
+    assert done.returncode == 0, done.stderr
+    return [list(row.values()) for row in json.loads(done.stdout)]
+
+
+def test_questions_over_all_reports(table: Path) -> None:
+    first = ask(table, "select kind, version, reports, incidents from kinds_by_version")
+    assert first == [["stale", "1", 1, 2], ["stale", "2/rc", 1, 1], ["wild", "2/rc", 1, 1]]
+    by_node = ask(table, "select node, kind, reports, of_reports, share from kinds_by_node order by all")
+    assert by_node == [["node-a", "stale", 1, 2, 0.5], ["node-b", "stale", 1, 1, 1.0], ["node-b", "wild", 1, 1, 1.0]]
+    assert ask(table, "select sum(requests)::int, sum(hit)::int from requests_hit") == [[30, 4]]
+    assert ask(table, "select sum(clean)::int, sum(corrupt)::int, sum(inconclusive)::int from judged") == [[1, 2, 0]]
+    assert ask(table, "select distinct model, watched, total from coverage") == [["a/b c", 3, 4]]
+    assert ask(table, "select count(*) from new_kinds") == [[0]]
+    for name in QUESTIONS:
+        ask(table, f"from {name}")
+
+
+def test_what_is_collected_again_is_there_once(table: Path, tmp_path: Path) -> None:
+    before = sorted(table.rglob("*"))
+    assert run("collect", tmp_path / "reports", table).returncode == 0
+    assert sorted(table.rglob("*")) == before
+    grown = write_report(tmp_path / "grown", "c1", segments=[0, 1])
+    assert run("collect", grown, table, "--node", "x").returncode == 0
+    (grown / "summary.json").unlink()
+    grown.rmdir()
+    write_report(tmp_path / "grown", "c1", segments=[0, 1, 2], kinds=("late",))
+    assert run("collect", grown, table, "--node", "x").returncode == 0
+    assert ask(table, "select verdict, node from reports where trace_id = 'c1'") == [["corrupt", "x"]]
+
+
+def test_a_damaged_file_is_left_out_and_named(table: Path) -> None:
+    good, other, *_ = sorted(table.rglob("*.parquet"))
+    good.write_bytes(good.read_bytes()[:200])
+    pq.write_table(pa.table({"verdict": [1]}), other)
+    done = run("sql", table, "select count(*) as n from reports", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 1}])
+    notes = done.stderr.splitlines()
+    assert [note.startswith("note: ") and "left out, " in note for note in notes] == [True, True], notes
+
+
+def test_older_and_newer_files_are_read_together(table: Path) -> None:
+    one = sorted(table.rglob("*.parquet"))[0]
+    rows = pq.read_table(one, partitioning=None)
+    pq.write_table(rows.drop_columns(["lost_events"]).append_column("of_tomorrow", pa.array([1])), one)
+    assert ask(table, "select count(*), count(lost_events) from reports") == [[3, 0]]
+
+
+def test_what_is_no_report_is_one_line(table: Path, tmp_path: Path) -> None:
+    done = run("collect", tmp_path / "table", table)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    broken = tmp_path / "reports" / "broken.report"
+    broken.mkdir()
+    (broken / "summary.json").write_text("{")
+    done = run("collect", tmp_path / "reports", table, "--json")
+    assert (done.returncode, len(json.loads(done.stdout)["added"])) == (2, 3)
+    assert list(json.loads(done.stdout)["failed"]) == [str(broken)]
