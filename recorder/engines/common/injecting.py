@@ -13,13 +13,12 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...capture.forward_input import CopiedForward, ForwardInput
+from ...capture.host_arrays import own_int64
 from ...capture.kv_tensor import KvTensor
 from ...capture.recorder import Recorder
 from ...process.injection import MARK_NOTE, SEEN_BY, Injection
 
 logger = logging.getLogger("kvcanary")
-
-ACROSS_FORWARDS = frozenset({"kv_used", "kv_unused_cache", "kv_post_forward"})
 
 
 class Injector:
@@ -108,6 +107,7 @@ class InjectingRecorder(Recorder):
         super().__init__(*args, **kwargs)
         self.injector = Injector(injection, self)
         self._row_names: dict[int, str] = {}
+        self._last: CopiedForward | None = None
 
     def request(self, *, request_id: int, name: str = "", **said: Any) -> None:
         """As `Recorder.request`; a fault may be for this request."""
@@ -115,7 +115,14 @@ class InjectingRecorder(Recorder):
         super().request(request_id=request_id, name=name, **said)
 
     def before_forward(self, given: ForwardInput) -> None:
-        """As `Recorder.before_forward`; then a byte of what the forward reads may be flipped."""
+        """As `Recorder.before_forward`; before it a byte of what the last one wrote may be flipped, then one that is read."""
+        last, self._last = self._last, None
+        if last is not None and self._now_due("kv_post_forward", last.number):
+            # Behind that forward, of a request that goes on: what nobody reads again nobody can find.
+            live = np.isin(last.request_ids, own_int64(given.request_ids)) & (last.runner == given.runner)
+            rows = np.repeat(np.where(live, last.rows, 0), last.new_lens)
+            written = [slots[: rows.size] for slots in last.out_cache_loc]
+            self._flip_one(last, self.next_forward, written, [rows] * len(written), but=())
         super().before_forward(given)
         forward = self._pending
         if forward is not None and self._now_due("kv_used", forward.number):
@@ -124,13 +131,9 @@ class InjectingRecorder(Recorder):
             self._flip_one(forward, forward.number, read, places, but=forward.written)
 
     def after_forward(self, **what: Any) -> None:
-        """As `Recorder.after_forward`; then a byte of what the forward has written may be flipped."""
-        forward = self._pending
+        """As `Recorder.after_forward`; what it has written may be damaged when the next one begins."""
+        self._last = self._pending
         super().after_forward(**what)
-        if forward is not None and self._now_due("kv_post_forward", forward.number):
-            rows = np.repeat(forward.rows, forward.new_lens)
-            written = [slots[: rows.size] for slots in forward.out_cache_loc]
-            self._flip_one(forward, forward.number + 1, written, [rows] * len(written), but=())
 
     def sweep(self, *, groups: Any, slots: Any, locked: Any, **what: Any) -> None:
         """As `Recorder.sweep`; before it a byte of a slot that the prefix cache alone holds may be flipped."""
