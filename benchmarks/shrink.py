@@ -1,9 +1,10 @@
 """Shrink every trace in data/ that shows an incident: what is left of it, and how many replays that took.
 
-    python benchmarks/shrink.py [--seconds 60] [--only NAME] [--write]
+    python benchmarks/shrink.py [--seconds 60] [--only NAME] [--resume LOG] [--write]
     python benchmarks/shrink.py --requests 10000 --seconds 600
 
---write puts the table into docs/results/shrink.md. --requests makes a trace of so many requests by the simulated engine, with a
+--write puts the table into docs/results/shrink.md. --resume takes over the lines that this command has printed into a file, and
+leaves out their traces; it may be given several times. --requests makes a trace of so many requests by the simulated engine, with a
 fault put into it after three quarters of its forwards, and shrinks that. Exit status: 0 if each first incident was shrunk,
 1 if not.
 """
@@ -30,6 +31,7 @@ from kvcanary.replayer.lab.faults import FAULTS
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "results" / "shrink.md"
+_FEW: Final = 10
 FAULT: Final = "free_too_early"
 FOLDERS: Final = ("corpus", "simulated", "sglang", "vllm", ".")
 
@@ -51,10 +53,11 @@ def row(result: ShrinkResult) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def page(results: list[ShrinkResult], failed: list[str], seconds: float) -> str:
-    """Return docs/results/shrink.md."""
-    left = [result.after.events / result.before.events for result in results]
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, shared with other work"
+def page(rows: dict[str, str], failed: list[str], seconds: float) -> str:
+    """Return docs/results/shrink.md of the lines of traces, by name."""
+    events = [line.split("|")[3].replace(",", "").split("→") for line in rows.values()]
+    left = [int(after) / int(before) for before, after in events]
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, under other load"
     lines = [
         "# Shrinking the traces in data/",
         "",
@@ -68,12 +71,13 @@ def page(results: list[ShrinkResult], failed: list[str], seconds: float) -> str:
             "A file has some 30 kB however little is in it: the format's columns."
         ),
         "",
-        f"- {len(results)} of {len(results) + len(failed)} were shrunk",
-        f"- events left: half of them keep {median(left):.1%} or less, the worst {max(left):.0%}" if left else "",
+        f"- {len(rows)} of {len(rows) + len(failed)} were shrunk",
+        f"- events left: {median(left):.1%} of them or less in half of the traces, {max(left):.0%} in the worst",
+        f"- with ten events or less: {sum(int(after) <= _FEW for _, after in events)}",
         "",
         "| trace | kind | events | forwards | requests | tokens | kB | replays | ended by |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-        *(row(result) for result in results),
+        *rows.values(),
         "",
         "ended by: `time` if the time was over before no single event could be left out any more.",
     ]
@@ -110,16 +114,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--only", default="")
+    parser.add_argument("--resume", type=Path, action="append", default=[], metavar="LOG")
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    results: list[ShrinkResult] = []
+    printed = [line for log in args.resume for line in log.read_text().splitlines() if line.startswith("| ")]
+    rows = {line.split("|")[1].strip(): line[: line.rindex("|") + 1] for line in printed}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         given = [large(args.requests, Path(folder))] if args.requests else traces(args.only)
         for trace in given:
+            if trace.stem in rows:
+                continue
             try:
-                results.append(shrink([trace], Path(folder) / f"small-{trace.name}", seconds=args.seconds))
+                result = shrink([trace], Path(folder) / f"small-{trace.name}", seconds=args.seconds)
             except NothingToShrinkError as error:
                 if "shows no incident" not in str(error):
                     failed.append(f"{trace.stem}: {str(error).partition(': ')[2]}")
@@ -127,9 +135,10 @@ def main() -> None:
             except TraceError as error:
                 print(error, flush=True)
             else:
-                print(row(results[-1]), f"{results[-1].seconds:.0f} s", flush=True)
+                rows[trace.stem] = row(result)
+                print(rows[trace.stem], f"{result.seconds:.0f} s", flush=True)
     if args.write:
-        PAGE.write_text(page(results, failed, args.seconds))
+        PAGE.write_text(page(dict(sorted(rows.items())), failed, args.seconds))
     sys.exit(1 if failed else 0)
 
 

@@ -68,6 +68,8 @@ def shrink_command(trace: Path, output: Path | None, incident: int, seconds: flo
     target = output or trace.with_name(f"{trace.stem}.shrunk.arrow")
     if target.exists() and not force:
         raise CommandError(f"{target}: exists; pass --force to replace it, or name another with -o")
+    if not target.parent.is_dir():
+        raise CommandError(f"{target}: its folder does not exist; create it first")
     with errors_end(TraceError), _progress(as_json) as told:
         paths = _one_recording(trace)
         if any(path.exists() and target.exists() and path.samefile(target) for path in paths):

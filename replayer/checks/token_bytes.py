@@ -28,7 +28,7 @@ _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more th
 _FEWEST: Final = 64  # repeats from which anything can be learnt
 _MAX_TOKENS: Final = 1 << 18  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
-_NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc"})
+_NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc", "request_ids", "extend_lens"})
 # Columns of a place.
 _EVENT, _FORWARD, _TIME, _REQUEST, _ROW, _POSITION, _SLOT = range(7)
 

@@ -68,6 +68,7 @@ def test_interrupted_it_keeps_the_smallest_so_far(tmp_path):
         ([BROKEN, "-o", "new.arrow", "--incident", "9"], 2, "has 1 incident(s), no number 9"),
         ([BROKEN, "-o", "there.arrow"], 2, "exists; pass --force"),
         (["none.arrow"], 2, "none.arrow"),
+        ([BROKEN, "-o", "no/new.arrow"], 2, "its folder does not exist"),
     ],
 )
 def test_what_cannot_be_shrunk_is_said(tmp_path, monkeypatch, capsys, arguments, code, says):
