@@ -18,7 +18,7 @@ def test_cut_anywhere(traces, every_byte):
     # Where a header, a batch's metadata, its body, the end mark or the footer ends, or the file's magic.
     edges = {0, header_end, *ends, ends[-1] + 8, len(data) - 10, len(data)}
     edges |= {int(start + metadata_bytes) for start, metadata_bytes, _ in blocks}
-    sizes = {*range(0, len(data), 1 if every_byte else 17)}
+    sizes = {*range(0, len(data), 1 if every_byte else 53)}
     sizes |= {size for edge in edges for size in range(edge - 9, edge + 10) if 0 <= size < len(data)}
     torn = traces.folder / "torn.arrow"
     torn.write_bytes(data)
@@ -49,7 +49,7 @@ def test_recover_cuts(traces, every_byte):
     ends = [batch.end_byte for batch in whole]
     header_end = int(traces.blocks(path)[0, 0])
     torn, target = traces.folder / "torn.arrow", traces.folder / "new.arrow"
-    sizes = {*range(header_end, len(data), 1 if every_byte else 307)}
+    sizes = {*range(header_end, len(data), 1 if every_byte else 997)}
     sizes |= {edge + step for edge in (header_end, *ends, ends[-1] + 8, len(data) - 9) for step in range(9)}
     for size in sorted(sizes):
         torn.write_bytes(data[:size])
