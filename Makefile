@@ -6,7 +6,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+# Of what is installed a third is ever imported: Python compiles that when it is, and keeps it.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 UNIT := $(BIN)/pytest -n auto --dist worksteal
 FUZZ_CASES ?= 20000
 FUZZ_EXECUTIONS ?= 200000
@@ -174,7 +175,7 @@ $(VENV)/.tools: $(VENV)/.runtime
 # 4,700 modules some twenty are imported.
 $(VENV)/.tests: $(VENV)/.tools tests/requirements.txt
 	$(PIP) -r tests/requirements.txt
-	$(PIP) --no-deps --no-compile sglang==0.5.23
+	$(PIP) --no-deps sglang==0.5.23
 	touch $@
 
 clean:
