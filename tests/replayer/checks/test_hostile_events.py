@@ -59,6 +59,10 @@ HOSTILE = [
     ("kv_copy", {}, copies(group=[2])),
     ("kv_copy", {}, copies(dst=[6])),
     ("kv_copy", {}, copies(dst=[-1])),
+    ("kv_copy", {}, copies(src=[6])),
+    ("kv_copy", {}, copies(src=[-1])),
+    ("kv_copy", {}, copies(src_tier=[1], src=[98])),
+    ("kv_copy", {}, copies(dst_tier=[1], dst=[98])),
     ("kv_copy", {}, copies(count=[BIG])),
     ("kv_copy", {}, copies(dst_tier=[2])),
     ("kv_copy", {}, copies(src=[1, 2])),
@@ -95,6 +99,16 @@ def test_rows_outside_the_tables_are_nobodys(row: int, tmp_path: Path) -> None:
             tmp_path / f"{number}.arrow", "status", {"status": status, "request_id": BIG}, req_pool_indices=[row]
         )
         assert checks.event(view) == []
+
+
+@pytest.mark.parametrize(("tier", "last"), [(0, 5), (1, 97)])
+def test_a_copy_may_be_of_a_tiers_last_slots(tier: int, last: int, tmp_path: Path) -> None:
+    for name in ("src", "dst"):
+        view = event_view(tmp_path / f"{name}.arrow", "kv_copy", **copies(**{f"{name}_tier": [tier], name: [last]}))
+        known = read_known_event(view, HEADER.groups)
+        assert isinstance(known, CopyEvent)
+        (copy,) = known.copies
+        assert getattr(copy, name).tolist() == [last, last + 1, last + 2]
 
 
 def test_whole_pools_and_copies_to_the_host_are_welcome(tmp_path: Path) -> None:
