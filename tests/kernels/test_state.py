@@ -8,6 +8,7 @@ from kvcanary.kernels.replay_pass.state import (
     apply_forward_loops,
     apply_runs_loops,
     mark_writer_loops,
+    read_cells_loops,
     store_bytes_loops,
     translate_loops,
 )
@@ -122,3 +123,29 @@ def test_writers_are_those_of_each_requests_own_tokens(backend: str) -> None:
         writers=writers, backend=backend,
     )  # fmt: skip
     assert writers.tolist() == [[-1] * 3, [5, 6, 12], [5, 6, 12], [-1] * 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("starts", "counts", "room", "expected"),
+    [
+        ([1], [2], 9, [106, 107]),
+        ([-1], [2], 9, [105, 106]),
+        ([3], [9], 9, [108, 109]),
+        ([5], [1], 9, []),
+        ([0], [-1], 9, []),
+        ([0], [5], 3, [105, 106]),  # one place is taken already
+        ([4, 0], [1, 1], 9, [109, 105]),
+        ([HUGE], [HUGE], 9, []),
+    ],
+)
+def test_cells_of_runs_inside_the_table(
+    starts: list[int], counts: list[int], room: int, expected: list[int], backend: str
+) -> None:
+    table = np.arange(10, 25, dtype=np.int32).reshape(3, 5)
+    cells, values, filled = np.full(room, -1), np.full(room, -1, np.int32), ints(1)
+    outside = {"starts": ints(*starts, 0, 0), "counts": ints(*counts, 5, 5), "rows": ints(*[1] * len(starts), -1, 3)}
+    run(read_cells_loops, **outside, table=table, base=100, cells=cells, values=values, filled=filled, backend=backend)
+    assert filled.tolist() == [1 + len(expected)]
+    assert cells[1 : filled[0]].tolist() == expected
+    assert values[1 : filled[0]].tolist() == [cell - 90 for cell in expected]

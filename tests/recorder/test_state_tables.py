@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kvcanary.recorder.state.apply import EventApplier, RecordedState
 from kvcanary.recorder.state.forward import UnusableEventError
-from kvcanary.recorder.state.tables import StateListener, StateTables, TableUse
+from kvcanary.recorder.state.tables import StateListener, StateTables, TableUse, look_up
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.schema import SLOTS_LISTED
 
 ROWS, WIDTH, LUT = 6, 16_384, 9_000
 HEADER = TraceHeader(
@@ -21,6 +23,17 @@ EDGES = [0, 1, 4095, 4096, 4097, 8191, 8192, 8193, WIDTH - 3]
 class Columns(dict):
     def ints(self, name: str) -> np.ndarray:
         return np.array(self.get(name, ()), np.int64)
+
+
+class View(Columns):
+    """An event as its readers see it."""
+
+    def __init__(self, kind: str, status: str, columns: dict) -> None:
+        super().__init__(columns)
+        self.kind, self.status, self.index, self.event = kind, status, 0, 0
+
+    def scalar(self, name: str) -> object:
+        return self.status if name == "status" else 0
 
 
 class Heard(StateListener):
@@ -120,3 +133,56 @@ def test_a_listener_is_told_of_a_lut_entry_before_it_changes() -> None:
 def test_changes_that_do_not_fit_are_refused(columns: dict) -> None:
     with pytest.raises(UnusableEventError):
         StateTables(HEADER, backend="cpu").apply_changes(Columns(columns))
+
+
+def test_what_lies_outside_a_table_is_not_looked_up() -> None:
+    table = np.arange(10, 22, dtype=np.int32).reshape(3, 4)
+    rows, positions = (both.ravel() for both in np.meshgrid([-1, 0, 1, 2, 3], [-1, 0, 3, 4], indexing="ij"))
+    found, inside = look_up(table, rows, positions)
+    there = {(row, position) for row in (1, 2) for position in (0, 3)}
+    asked = list(zip(rows.tolist(), positions.tolist(), strict=True))
+    assert inside.tolist() == [at in there for at in asked]
+    assert found.tolist() == [int(table[at]) if at in there else 0 for at in asked]
+
+
+class Told(StateListener):
+    """Keeps which slots may have changed."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def slots_changed(self, group, slots) -> None:
+        self.told.append((group, slots.tolist()))
+
+    def group_changed(self, group) -> None:
+        self.told.append((group, "all"))
+
+
+class Applier(EventApplier):
+    """Applies events that are no forward."""
+
+    def _plan(self, pool, forward, changes): ...
+
+    def _judge(self, forward, view, steps): ...
+
+    def _write(self, endpoint, half, step, forward): ...
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        ([(0, 3, 2)], [(0, [3, 4])]),
+        ([(0, 1, 63)], [(0, list(range(1, 64)))]),
+        ([(0, 63, 9)], [(0, [63])]),
+        ([(0, 0, 1)], [(0, "all")]),  # slot 0 has no reader that watches it
+        ([(0, 2, 1), (0, 0, 1)], [(0, "all")]),
+        ([(0, 1, 63), (0, 5, 1)], [(0, [*range(1, 64)]), (0, [5])]),
+        ([(0, 1, 63), (0, 5, 2)], [(0, "all")]),  # listed more often than there are slots
+    ],
+)
+def test_lost_slots_are_announced(runs: list[tuple[int, int, int]], told: list[tuple]) -> None:
+    heard = Told()
+    columns = dict(zip(("slot_group", "slot_start", "slot_count"), map(list, zip(*runs, strict=True)), strict=True))
+    view = View("loss", SLOTS_LISTED, columns)
+    Applier(RecordedState(HEADER).state, backend="cpu", listener=heard).apply_event(view)
+    assert heard.told == told

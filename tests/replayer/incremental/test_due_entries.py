@@ -29,9 +29,10 @@ BACKENDS = ["cpu", "reference"]
 class Model:
     """Tables, versions of slots, and states that are told of every change."""
 
-    def __init__(self, seed: int, *, window: int, sliding: bool, backend: str) -> None:
+    def __init__(self, seed: int, *, window: int, sliding: bool, backend: str, token_offset: int = 1) -> None:
         self.rng = np.random.default_rng(seed)
         self.window, self.backend, self.serial, self.wrong = window, backend, 0, 0.1
+        self.token_offset = token_offset
         self.table = np.zeros((ROWS, WIDTH), np.int32)
         self.lut = np.zeros(FULL, np.int64) if sliding else None
         self.truth = np.zeros((ROWS, WIDTH), np.int32)
@@ -59,7 +60,8 @@ class Model:
         elif what == 2:
             values = self.ints(0, 3, 2)
             runs = Runs(*where, values)
-            run(invalidate_truth_loops, self.backend, states=self.states, runs=runs, truth=self.truth, token_offset=1)
+            told = {"runs": runs, "truth": self.truth, "token_offset": self.token_offset}
+            run(invalidate_truth_loops, self.backend, states=self.states, **told)
             self.truth[row, start : start + 2] = values
         elif self.lut is not None:
             places = self.ints(0, FULL, 1)
@@ -84,7 +86,7 @@ class Model:
             slot = self.slot(row, at) if at >= 0 else -2
             found += [slot, int(self.versions[slot]) if slot is not None and 0 < slot < SLOTS else 0]
             found.append(int(self.table[row, at]) if at == position else 0)
-        token = position + 1
+        token = position + self.token_offset
         return (*found, int(self.truth[row, token]) if token < min(truth_len, WIDTH) else -1)
 
     def forward(self, batch: list[tuple[int, int, int, int]], event: int) -> set[tuple[int, int]]:
@@ -93,8 +95,8 @@ class Model:
         rows, requests, prefix, truth_lens = (np.array(column, np.int64) for column in zip(*batch, strict=True))
         readers = Readers(rows, requests, prefix, truth_lens)
         reads = ForwardReads(
-            self.states, readers, self.slots, event=event, serial=self.serial, window=self.window, token_offset=1,
-            backend=self.backend,
+            self.states, readers, self.slots, event=event, serial=self.serial, window=self.window,
+            token_offset=self.token_offset, backend=self.backend,
         )  # fmt: skip
         plan = VerifyPlan.allocate(capacity=reads.entries, request_capacity=len(batch))
         reads.plan(plan, self.truth, SLOTS, np.zeros(1, np.int64))
@@ -129,7 +131,7 @@ class Model:
 @pytest.mark.parametrize(("window", "sliding"), [(0, False), (0, True), (6, True), (9, False)])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_left_out_has_not_changed(seed: int, window: int, sliding: bool, backend: str) -> None:
-    model = Model(seed, window=window, sliding=sliding, backend=backend)
+    model = Model(seed, window=window, sliding=sliding, backend=backend, token_offset=seed % 2)
     requests = [7] * ROWS
     prefix = model.ints(1, 30, ROWS)
     for event in range(120 if backend == "cpu" else 40):
@@ -169,6 +171,18 @@ def test_only_what_is_new_is_looked_at(backend: str) -> None:
     assert model.forward([(1, 7, 170, 171)], 24) == {(1, 169)}  # it was not held against the truth
     assert len(model.forward([(1, 8, 170, 171)], 25)) == 170  # another request has seen nothing of it
     assert len(model.forward([(1, 8, 170, 171)], 25)) == 170  # nor has a forward that comes no later
+
+
+@pytest.mark.parametrize("token_offset", [0, 1])
+def test_what_was_verified_without_a_truth_token_is_due_once_there_is_one(token_offset: int) -> None:
+    model = Model(1, window=0, sliding=False, backend="reference", token_offset=token_offset)
+    model.table[1, :3] = [4, 5, 6]
+    model.wrong = 0.0
+    everything = {(1, 0), (1, 1), (1, 2)}
+    assert model.forward([(1, 7, 3, 5)], 0) == everything
+    run(invalidate_slots_loops, "reference", slots=np.array([4]), states=model.states)
+    assert model.forward([(1, 7, 3, 0)], 1) == {(1, 0), (1, 1)}
+    assert model.forward([(1, 7, 3, 5)], 2) == everything
 
 
 def test_tables_of_too_many_cells_are_not_watched() -> None:
