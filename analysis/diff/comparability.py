@@ -143,7 +143,11 @@ def _paired_streams(a: TraceHeader, first: int, b: TraceHeader, second: int) -> 
     """Return `(place in A, place in B, bytes)` of the streams of one half, layer by layer, as far as they are alike."""
     found = []
     places = [
-        [(place, stream) for place, (group, stream) in enumerate(h.streams(h.groups[g].runner)) if group == g]
+        [
+            (place, stream)
+            for place, (group, stream) in enumerate(h.streams(h.groups[g].runner))
+            if group == g and not stream.samples
+        ]
         for h, g in ((a, first), (b, second))
     ]
     for half in ("K", "V"):

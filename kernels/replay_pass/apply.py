@@ -82,9 +82,10 @@ def write_group(context: Context, forward: Event, group: GroupState, slots: Out6
             for i in range(slots.shape[0]):
                 hashes[i] = 0
         for s in range(group.first_stream, group.first_stream + group.num_streams):
-            if context.streams.buffer[s] == buffer:
-                at = context.streams.before[s] * forward.inputs.shape[0]
-                store_stream(stream_of(context, group, s), forward, at, slots, context.settings.kv_words, hashes)
+            hashed = context.streams.buffer[s] == buffer
+            if hashed or (context.streams.buffer[s] < 0 and buffer == 1):
+                at, most = context.streams.before[s] * forward.inputs.shape[0], context.settings.kv_words
+                store_stream(stream_of(context, group, s), forward, at, slots, most if hashed else 0, hashes)
         copy_records(buffer_of(context, group, buffer), head, slots, end, hashes)
     mark_writer_loops(slots, offsets, forward.requests, forward.number, forward.forward, group.writers)
     note_writes_loops(slots, end, forward.number, group.ledger)

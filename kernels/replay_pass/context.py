@@ -126,7 +126,7 @@ class Figures(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """KV streams, `[streams]` each: TAIL buffer among its group's, words of its runner's streams before it."""
+    """KV streams, `[streams]` each: TAIL buffer among its group's (-1: none hashes it), words of its runner's streams before it."""
 
     buffer: In64
     before: In64

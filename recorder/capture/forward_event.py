@@ -9,6 +9,7 @@ import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.capture.changes import RowRuns, cell_changes, cells_to_runs, joined, row_changes
+from ...kernels.capture.layers import FLOATS
 from ..state.forward import UnusableEventError
 from ..state.tables import StateTables
 from ..state.writes import stays
@@ -17,6 +18,7 @@ from ..trace.header import TraceHeader
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host
 from .kv_shadow import GroupKvShadow, of_runner
+from .kv_tensor import KvLayers
 
 Submitted = Mapping[tuple[int, int], Any]
 # Columns of the event that a `CopiedForward` has under the same names.
@@ -24,6 +26,7 @@ _INTS: Final = (
     *("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "sampled_lens"),
     *("input_ids", "positions", "sampled_tokens"),
 )
+_VALUES: Final = tuple(f"value_{name}" for name in ("request", "stream", "kind", "layer", "token", "rows"))
 _SCALARS: Final = ("runner", "mode", "attention_watched", "submitted_watched", "window_watched", "note")
 
 
@@ -33,7 +36,7 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
     `gathered` holds, for each of the runner's groups in header order, each stream's `[T, capture_bytes]` written bytes.
     """
     ints: dict[str, Int64Array] = {name: getattr(forward, name) for name in _INTS}
-    ints |= forward.changes | forward.attention | forward.windows | forward.recurrent
+    ints |= forward.changes | forward.attention | forward.windows | forward.recurrent | forward.values
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)
     payload = {}
@@ -172,6 +175,32 @@ def add_submitted(
     forward.kv_submitted = np.concatenate(parts)
 
 
+def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[str, Int64Array]:
+    """Return the columns of the values that the forward's requests wrote and that no model writes.
+
+    Of each request, stream and kind where the first one is: in the lowest layer, at its first token there.
+    """
+    found: list[tuple[int, ...]] = []
+    lens, number = forward.new_lens, -1
+    request = np.repeat(np.arange(lens.size), lens)
+    inner = forward.positions[: request.size] > 0
+    for group, kv in of_runner(groups, forward.runner):
+        slots = forward.written[group][: request.size]
+        judged = stays(slots, kv.group) * np.where(inner, 2, 1).astype(np.uint8)
+        for source in kv.sources:
+            number += 1
+            if not isinstance(source, KvLayers) or source.stream.dtype not in FLOATS:
+                continue
+            counts, layers = source.values(slots, judged)
+            for kind in np.flatnonzero(counts.any(axis=0)).tolist():
+                for r in np.unique(request[counts[:, kind] > 0]).tolist():
+                    mine = np.flatnonzero((request == r) & (counts[:, kind] > 0))
+                    token = int(mine[np.argmin(layers[mine, kind])])
+                    layer, rows = int(layers[token, kind]), int(counts[mine, kind].sum())
+                    found.append((r, number, kind, layer, token, rows))
+    return dict(zip(_VALUES, np.array(found, np.int64).reshape(-1, len(_VALUES)).T.copy(), strict=True))
+
+
 def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list[GroupKvShadow]) -> ByteArray:
     """Return a stream's submitted bytes, `[T, capture_bytes] uint8`."""
     group, number = key
@@ -179,9 +208,9 @@ def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list
     if not 0 <= number < len(streams):
         raise ValueError(f"submitted has a key {key}, the header has no such (group, stream)")
     stream, tokens = streams[number], forward.input_ids.size
-    if stream.origin == "submitted":
+    if stream.origin == "submitted" or stream.samples:
         raise ValueError(
-            f"submitted[{group}, {number}]: the stream's origin is 'submitted', so there is nothing beside it"
+            f"submitted[{group}, {number}]: the stream is taken on submission, or samples layers, so there is nothing beside it"
         )
     rows = as_rows(value)
     if rows.shape[0] != tokens or rows.shape[1] < stream.capture_bytes:

@@ -178,6 +178,7 @@ class CopiedForward:
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
     window_watched: int = 0  # sliding groups whose reads were compared with their window
     recurrent: dict[str, Int64Array] = field(default_factory=dict)  # event columns
+    values: dict[str, Int64Array] = field(default_factory=dict)  # event columns: written, and no model's
     note: str = ""
 
     def ints(self, name: str) -> Int64Array:

@@ -17,9 +17,10 @@ from ..trace.header import KvStream, PoolGroup, TraceHeader
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
 from .forward_input import CopiedForward, KvChange
 from .host_arrays import gather_kv, mask_to_runs, on_device, on_host
-from .kv_tensor import KvTensor
+from .kv_tensor import KvLayers, KvTensor
 
 Source = KvSource | KvTensor
+Looked = Source | KvLayers
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -31,7 +32,7 @@ class GroupKvShadow:
 
     __slots__ = ("_backend", "_tiers", "any_lost", "group", "sources")
 
-    def __init__(self, group: PoolGroup, sources: list[Source], *, backend: str) -> None:
+    def __init__(self, group: PoolGroup, sources: list[Looked], *, backend: str) -> None:
         self.group = group
         self.sources = sources
         self.any_lost = False
@@ -39,9 +40,11 @@ class GroupKvShadow:
         self._backend = backend
 
     def gather(self, stream: int, slots: Int64Array) -> ByteArray:
-        """Return the stream's leading bytes of each slot now, `[n, capture_bytes] uint8`; zeros outside the pool."""
-        slots = slots - self.group.slot_shift if self.group.slot_shift else slots
+        """Return the stream's bytes of each slot now, `[n, capture_bytes] uint8`; zeros outside the pool."""
         source, capture_bytes = self.sources[stream], self.group.streams[stream].capture_bytes
+        if isinstance(source, KvLayers):
+            return source.gather(slots)
+        slots = slots - self.group.slot_shift if self.group.slot_shift else slots
         if isinstance(source, KvTensor):
             return source.gather(slots, capture_bytes)
         return gather_kv(source, slots, capture_bytes)
@@ -61,6 +64,8 @@ class GroupKvShadow:
         for stream, known in enumerate(pool.content):
             content = self.gather(stream, slots)
             changed = (content != known[slots]).any(axis=1)
+            if self.group.streams[stream].samples:
+                changed &= pool.sampled[slots] != 0
             if changed.any():
                 found.append((stream, slots[changed], content[changed]))
         return found
@@ -70,7 +75,9 @@ class GroupKvShadow:
         pool, shift = self._tiers[TIER_POOL], self.group.slot_shift
         first = np.full(shift, shift, np.int64)  # the engine's slot 0, which the loops take for padding
         return all(
-            isinstance(source, KvSource)
+            source.plainly_same(read, content, pool.sampled)
+            if isinstance(source, KvLayers)
+            else isinstance(source, KvSource)
             and not on_device(source)
             and kv_same(
                 source=source,
@@ -93,7 +100,7 @@ class GroupKvShadow:
         inside = (slots >= 0) & (slots < pool.known.size)
         for stream, rows in enumerate(content):
             pool.content[stream][slots[inside]] = rows[inside]
-        pool.known[slots[inside]] = 1
+        pool.known[slots[inside]] = pool.sampled[slots[inside]] = 1
 
     def known_bytes(self, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
         """Return those of the pool's slots whose bytes are known, and of each stream `[n, capture_bytes]`."""
@@ -110,6 +117,8 @@ class GroupKvShadow:
         for stream, rows in enumerate(source.content):
             target.content[stream][dst] = rows[src]
         target.known[dst] = source.known[src]
+        if target.sampled is not target.known:
+            target.sampled[dst] = 0  # of each slot other bytes are looked at
         if dst_tier != TIER_POOL:
             target.lost[dst] = False
         # What a replay does not know in the offload tier it does not know after the load-back either.
@@ -122,13 +131,13 @@ class GroupKvShadow:
         target = self._tiers[tier]
         inside = slots[(slots >= 0) & (slots < target.known.size)]
         target.lost[inside] = True
-        target.known[inside] = 0
+        target.known[inside] = target.sampled[inside] = 0
         self.any_lost |= tier == TIER_POOL and bool(inside.size)
 
     def forget(self) -> None:
         """Take the bytes of all slots for unknown."""
         for tier in self._tiers:
-            tier.known[:] = 0
+            tier.known[:] = tier.sampled[:] = 0
 
     def lost_runs(self) -> tuple[Int64Array, Int64Array]:
         """Return the pool's lost slots as runs `(starts, counts)`."""
@@ -143,14 +152,16 @@ class GroupKvShadow:
 class _Tier:
     """The slots of one tier, 0 the pool, 1 the host; zeros are handed out lazily, so untouched slots cost nothing.
 
-    `content[stream]` `[num_slots, capture_bytes] uint8`, `known` `[num_slots] uint8`, `lost` `[num_slots] bool`.
+    `content[stream]` `[num_slots, capture_bytes] uint8`, `known` `[num_slots] uint8`, `sampled` the same for streams that sample
+    layers, `lost` `[num_slots] bool`.
     """
 
-    __slots__ = ("content", "known", "lost")
+    __slots__ = ("content", "known", "lost", "sampled")
 
     def __init__(self, streams: tuple[KvStream, ...], num_slots: int) -> None:
         self.content: list[ByteArray] = [np.zeros((num_slots, s.capture_bytes), np.uint8) for s in streams]
         self.known: ByteArray = np.zeros(num_slots, np.uint8)
+        self.sampled = self.known.copy() if any(s.samples for s in streams) else self.known
         self.lost: BoolArray = np.zeros(num_slots, np.bool_)
 
 
@@ -170,19 +181,28 @@ def group_shadows(
     for (g, s), source in kv_sources.items():
         _check_source(f"kv_sources[{g}, {s}]", source, header.groups[g], header.groups[g].streams[s])
     for (g, s), (h, t) in itertools.combinations(sorted(expected), 2):
-        if g == h and _overlap(kv_sources[g, s], kv_sources[h, t]):
+        sampling = header.groups[g].streams[s].samples or header.groups[h].streams[t].samples
+        if g == h and not sampling and _overlap(kv_sources[g, s], kv_sources[h, t]):
             raise ValueError(
                 f"kv_sources[{g}, {s}] and kv_sources[{g}, {t}] lie over the same bytes; pass each layer's K and V once"
             )
     return [
-        GroupKvShadow(group, [_host_view(kv_sources[g, s]) for s in range(len(group.streams))], backend=backend)
+        GroupKvShadow(
+            group,
+            [
+                _looked(f"kv_sources[{g}, {s}]", kv_sources[g, s], group, stream, backend)
+                for s, stream in enumerate(group.streams)
+            ],
+            backend=backend,
+        )
         for g, group in enumerate(header.groups)
     ]
 
 
 def _check_source(name: str, source: Source, group: PoolGroup, stream: KvStream) -> None:
     """Raise `ValueError` if a source is not made for its group's slots: what is beyond it nobody would watch."""
-    if source.bytes_per_token != stream.bytes_per_token:
+    layers = len(stream.layers) if stream.samples else 1
+    if source.bytes_per_token != layers * stream.bytes_per_token:
         raise ValueError(f"{name} has {source.bytes_per_token} bytes a token, the header says {stream.bytes_per_token}")
     num_slots = group.num_slots - group.slot_shift
     page_size = group.page_size if isinstance(source, KvTensor) else source.page_size
@@ -223,6 +243,15 @@ def _overlap(one: Source, other: Source) -> bool:
         return False
     within = within % size if within < page_bytes else (within - stride) % size
     return within < near.read_bytes or within + far.read_bytes > size
+
+
+def _looked(name: str, source: Source, group: PoolGroup, stream: KvStream, backend: str) -> Looked:
+    """Return what reads a stream's bytes from its source."""
+    if stream.samples:
+        if not isinstance(source, KvTensor):
+            raise ValueError(f"{name} is a {type(source).__name__}, expected a KvTensor of the stream's layers")
+        return KvLayers(source, stream, slot_shift=group.slot_shift, backend=backend)
+    return _host_view(source)
 
 
 def _host_view(source: Source) -> Source:

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.capture import layers
 from ...kernels.constants import KV_ALIGN_BYTES
 from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream
 from .host_arrays import as_rows, picked
+
+USUAL_ROWS = 64  # of a layer that were not all zeros, before one of zeros says anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,21 @@ class KvTensor:
             half=half, layer=layers[0], layers=several, bytes_per_token=self.bytes_per_token, capture_bytes=captured
         )
 
+    def sampling_stream(self, half: str, *, layers: tuple[int, ...], seed: int, dtype: str = "") -> KvStream:
+        """Return a stream for the header that looks at 16 bytes of each slot, of another layer and place each; see `KvLayers`.
+
+        `dtype` is what the bytes are, if the tensors do not say it.
+        """
+        return KvStream(
+            half=half,
+            layer=layers[0],
+            layers=layers,
+            bytes_per_token=self._layer_bytes(),
+            capture_bytes=KV_ALIGN_BYTES,
+            seed=seed,
+            dtype=dtype or str(self.tensors[0].dtype).removeprefix("torch."),
+        )
+
     def same_memory(self, other: "KvTensor") -> bool:
         """Say whether both have a tensor that is the same piece of memory, looked at alike."""
         return bool({_place(tensor) for tensor in self.tensors} & {_place(tensor) for tensor in other.tensors})
@@ -111,6 +129,83 @@ class KvTensor:
             inner = math.prod(moved.shape[len(placed) + 1 :]) * int(tensor.dtype.itemsize)
             moved = moved[(slice(None),) * len(placed) + (slice(-(-each // max(inner, 1))),)]
         return picked(moved, *(np.divmod(slots, moved.shape[1]) if len(placed) == 2 else (slots,)))
+
+
+class KvLayers:
+    """All layers of a pool's half, of which a sampling stream holds 16 bytes of each slot.
+
+    Raises `ValueError` if a token's bytes do not lie on the host in pieces of 16, at multiples of 8.
+    """
+
+    def __init__(self, source: KvTensor, stream: KvStream, *, slot_shift: int, backend: str) -> None:
+        if len(source.tensors) != len(stream.layers):
+            raise ValueError(f"a source of {len(source.tensors)} layers, the stream has {len(stream.layers)}")
+        self.source = source  # whose memory it is
+        self.stream = stream
+        self._backend = backend
+        self._layers = _words_of(source, slot_shift)
+        self._rows = np.zeros((len(stream.layers), 2), np.int64)
+
+    def gather(self, slots: Int64Array) -> ByteArray:
+        """Return the bytes that are looked at of each slot, by its number in the trace, `[n, 16] uint8`."""
+        return layers.gather(self._layers, self.stream.seed, slots, backend=self._backend)
+
+    def plainly_same(self, slots: Int64Array, shadow: ByteArray, known: ByteArray) -> bool:
+        """Say whether none of the slots whose bytes are known holds other ones."""
+        return layers.plainly_same(self._layers, self.stream.seed, slots, shadow, known, backend=self._backend)
+
+    def values(self, slots: Int64Array, judged: ByteArray) -> tuple[Int64Array, Int64Array]:
+        """Return of each slot's rows how many have a NaN, an infinity, or are all zeros, and the layer of the first, -1 for none.
+
+        `[n, 3] int64` each. `judged` `[n] uint8`: 0 if a slot is passed over, 2 if its rows of zeros count. They do in no first
+        layer, and only if a good many rows of the layer before this forward were none: a zeroed embedding, weights that are
+        all zeros and layers that are never written are nobody's fault.
+        """
+        usual = (self._rows[:, 0] >= USUAL_ROWS) & (self._rows[:, 1] == 0)
+        usual[0] = False
+        dtype = self.stream.dtype
+        counts, first = layers.find_values(self._layers, dtype, slots, judged, usual, self._rows, backend=self._backend)
+        return counts, np.array([*self.stream.layers, -1], np.int64)[first]
+
+
+class _Memory:
+    """Memory from `address` on as numpy takes it."""
+
+    def __init__(self, address: int, num_words: int) -> None:
+        self.__array_interface__ = {"shape": (num_words,), "typestr": "<u8", "data": (address, True), "version": 3}
+
+
+def _words_of(source: KvTensor, slot_shift: int) -> layers.Layers:
+    first, names = source.tensors[0], source.axes.split()
+    item, is_numpy = int(first.dtype.itemsize), isinstance(first, np.ndarray)
+    strides = [int(n) for n in (first.strides if is_numpy else (step * item for step in first.stride()))]
+    alike = {_place(tensor)[2] for tensor in source.tensors}
+    if any(not isinstance(t, np.ndarray) and t.device.type != "cpu" for t in source.tensors) or len(alike) != 1:
+        raise ValueError("layers that do not lie on the host, or not alike, cannot be looked at in turn")
+    own = [axis for axis, name in enumerate(names) if name not in ("block", "slot")]
+    offsets = np.zeros(1, np.int64)
+    for axis in own:
+        offsets = (offsets[:, None] + np.arange(int(first.shape[axis])) * strides[axis]).reshape(-1)
+    pieces = offsets[: offsets.size * item // KV_ALIGN_BYTES * KV_ALIGN_BYTES // item].reshape(
+        -1, KV_ALIGN_BYTES // item
+    )
+    size = dict(zip(names, zip(first.shape, strides, strict=True), strict=True))
+    page_size, token = (int(size["slot"][0]), size["slot"][1]) if "block" in size else (1, 0)
+    page = size["block" if "block" in size else "slot"][1]
+    addresses = np.array([_place(tensor)[0] for tensor in source.tensors], np.int64)
+    base, begins = int(addresses.min()), pieces[:, 0]
+    steps = np.concatenate((addresses - base, begins, [page, token, base]))
+    if not pieces.size or (np.diff(pieces, axis=1) != item).any() or (steps % 8).any() or min(page, token) < 0:
+        raise ValueError(
+            "a token's bytes do not lie in pieces of 16 at multiples of 8: its layers cannot be looked at in turn"
+        )
+    pages = (source.num_slots - source.first_slot) // page_size
+    end = (
+        int(addresses.max()) - base + (pages - 1) * page + (page_size - 1) * token + int(begins.max()) + KV_ALIGN_BYTES
+    )
+    shape = (page_size, page // 8, token // 8, pages * page_size, slot_shift + source.first_slot)
+    words = np.asarray(_Memory(base, end // 8))
+    return layers.Layers(words, (addresses - base) // 8, begins // 8, np.array(shape, np.int64))
 
 
 def _place(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

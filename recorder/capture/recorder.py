@@ -16,7 +16,7 @@ from ..trace.schema import PHASE_AFTER, PHASE_BEFORE
 from ..writing.outbox import RecorderStats
 from .attention import add_attention
 from .engine_events import EventRecording
-from .forward_event import Submitted, add_submitted, forward_event
+from .forward_event import Submitted, add_submitted, forward_event, written_values
 from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_forward
 from .host_arrays import own_int64, wrapped
 from .kv_shadow import of_runner, store_forward, watch
@@ -194,6 +194,7 @@ class Recorder(EventRecording):
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
         if self.header.states:
             forward.recurrent = self._recurrent.end()
+        forward.values = written_values(forward, self.kv)
         if submitted:
             add_submitted(forward, submitted, self.kv, gathered)
         if forward.kv_watched:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from ...kernels.arrays import Int64Array
-from ...kernels.capture import changes
+from ...kernels.capture import changes, layers
 from ..errors import error_text
 from ..process.endings import at_process_end
 from ..trace.event import NO_LISTS, TraceEvent
@@ -107,6 +107,8 @@ class Recording:
         if kv_watch_every < 0:
             raise ValueError(f"kv_watch_every is {kv_watch_every}, expected 0 (never) or a number of forwards")
         prepare_kernels(backend)
+        if any(stream.samples for group in header.groups for stream in group.streams):
+            layers.prepare(backend)
         self.path = Path(path)
         header = header if privacy is None else with_privacy(header, privacy)
         self._strict = strict

@@ -6,6 +6,7 @@ asked for must be cheap: nothing heavy is imported here.
 """
 
 import re
+import secrets
 import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -82,6 +83,7 @@ class RecordingSettings(WriterSettings):
     config: Path | None = None
     kv_watch_every: int = 1
     capture_bytes: int = 16
+    all_layers: str = "on"
     sweep_every: int = 0
     history: str = "auto"
     tokens: str = "plain"
@@ -89,6 +91,11 @@ class RecordingSettings(WriterSettings):
     names: str = "plain"
     oracle: str = ""
     inject: "Injection | None" = None
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """A seed for what is sampled of all layers, another one each time; None if nothing is to be."""
+        return secrets.randbits(32) if self.all_layers == "on" and self.capture_bytes else None
 
     def writer_options(self) -> dict[str, Any]:
         """Return what `Recorder` takes beside what only the adapter knows; raise `ValueError` for an unusable salt file."""
@@ -226,6 +233,12 @@ SETTINGS: Final = (
         "Leading bytes of each token's K and V that are kept; 0 none.",
         most=1 << 20,
         multiple=16,
+    ),
+    Setting(
+        "all_layers",
+        "word",
+        "Whether all layers are sampled, and looked at for NaN, infinity and rows of zeros; on the CPU alone.",
+        words=("on", "off"),
     ),
     Setting("sweep_every", "number", "Forwards between two walks of the whole prefix cache; 0 never."),
     Setting("history", "word", "Whether allocations and frees of slots are recorded.", words=_HISTORIES),

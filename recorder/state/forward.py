@@ -10,7 +10,7 @@ from ...kernels.arrays import ByteArray, Int64Array
 from ..capture.host_arrays import ragged_index
 from ..trace.header import KvStream, TraceHeader
 from ..trace.reader import EventView
-from ..trace.schema import RECURRENT_OPS
+from ..trace.schema import RECURRENT_OPS, WRITTEN_VALUES
 
 MAX_PREFIX = 1 << 62
 _MAX_POSITION = 1 << 40
@@ -51,6 +51,7 @@ class Forward:
     stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing if it is no other.
     `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
     `recurrent` `[n, 7] int64` is what happened to slots of recurrent state, by the columns of `recurrent_*`.
+    `values` `[n, 6] int64` are values that were written and that no model writes, by the columns of `value_*`.
     `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got.
     """
 
@@ -75,6 +76,7 @@ class Forward:
     attention: Attention | None = None
     windows: Int64Array | None = None
     recurrent: Int64Array | None = None
+    values: Int64Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +155,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         kv_submitted=stream_bytes(view, "kv_submitted_bytes", submitted, tokens) if submitted else (),
         attention=_attention(view, header, bs),
         recurrent=_recurrent(view, header, bs) if header.states else None,
+        values=_values(view, (bs, len(streams), len(WRITTEN_VALUES), MAX_PREFIX, tokens, MAX_PREFIX)),
         **per_request,
     )
 
@@ -203,6 +206,17 @@ def _recurrent(view: EventView, header: TraceHeader, bs: int) -> Int64Array:
     if not fits.all():
         raise UnusableEventError("recurrent_* name a pool, a slot, a request or an op that there is not")
     return np.stack(found, axis=1)
+
+
+def _values(view: EventView, limits: tuple[int, ...]) -> Int64Array | None:
+    """Return the values that no model writes, `[n, 6] int64`, each column below its limit; None for none."""
+    found = columns(view, "value", ("request", "stream", "kind", "layer", "token", "rows"))
+    if not len(found[0]):
+        return None
+    values = np.stack(found, axis=1)
+    if bool(((values < 0) | (values >= np.array(limits))).any()):
+        raise UnusableEventError("value_* name a request, a stream, a kind or a token that there is not")
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

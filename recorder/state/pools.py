@@ -58,7 +58,9 @@ class GroupPool:
         self.host = _allocate(group, group.host_num_slots)
         self.any_unknown = False
         widths = [
-            (data, stream.half, stream.capture_bytes) for data, stream in zip(self.pool.kv, group.streams, strict=True)
+            (data, stream.half, stream.capture_bytes)
+            for data, stream in zip(self.pool.kv, group.streams, strict=True)
+            if not stream.samples  # the canary does not look there
         ]
         self.sources = {
             half: tuple(

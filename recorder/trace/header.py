@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,7 @@ Chance = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=schema.MAX_TEXT_CHARS)]
 Slots = Annotated[int, Meta(ge=1, le=schema.MAX_SLOTS)]
 _PARTS = Meta(max_length=schema.MAX_PARTS)
+SAMPLE_BYTES: Final = 16  # that a sampling stream holds of each slot
 
 
 def check_fields(given: Any) -> None:
@@ -77,6 +78,11 @@ class KvStream:
     `origin` is "stored" when the bytes were read from the pool after the forward, "submitted" when they were taken
     from what the model handed to the cache. `layers`, if there are any, are several layers, of which `layer` is the first:
     the stream holds the leading bytes of each, one after another, and `bytes_per_token` counts all of them.
+
+    With a `seed` other than -1 the stream samples: of each slot it holds 16 bytes of one of `layers`, in which a token has
+    `bytes_per_token`; `kernels.capture.layers.watched_bytes` says which. The canary's hash leaves it out. `dtype` is what the
+    bytes are, empty if nobody says; of a sampling stream of floats every layer's row that is written is looked at for values
+    that no model writes.
     """
 
     half: Text
@@ -85,11 +91,28 @@ class KvStream:
     bytes_per_token: Annotated[int, Meta(le=schema.MAX_TOKEN_BYTES)]
     capture_bytes: Annotated[int, Meta(ge=16, multiple_of=16)]
     origin: Text = "stored"
+    seed: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    dtype: Text = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
         captured, of = self.capture_bytes, self.bytes_per_token
         expect(captured <= of, f"capture_bytes is {captured}, expected at most bytes_per_token, {of}")
+        fits = not self.samples or (self.layers and captured == SAMPLE_BYTES)
+        expect(
+            bool(fits),
+            f"a stream with a seed has layers {self.layers} and {captured} capture_bytes, expected 16 of some",
+        )
+
+    @property
+    def samples(self) -> bool:
+        """Whether it holds some bytes of one layer of each slot, and not the same of all."""
+        return self.seed >= 0
+
+    @property
+    def num_chunks(self) -> int:
+        """How many pieces a token has in a layer of which a sampling stream holds one."""
+        return self.bytes_per_token // SAMPLE_BYTES
 
     def layer_of(self, byte: int) -> int:
         """Return the layer that a captured byte is of."""

@@ -98,6 +98,9 @@ _INT_LIST_GROUPS: Final = {
     "what happened to slots of recurrent state since the forward before and in this one, in order, see RECURRENT_OPS": (
         "recurrent_pool recurrent_op recurrent_request recurrent_source recurrent_slot recurrent_before recurrent_after"
     ),
+    "values that a forward wrote and that no model writes, by request, stream and kind, see WRITTEN_VALUES": (
+        "value_request value_stream value_kind value_layer value_token value_rows"
+    ),
 }
 INT_LISTS: Final = tuple(name for names in _INT_LIST_GROUPS.values() for name in names.split())
 
@@ -122,6 +125,7 @@ ADDED: Final[dict[str, int]] = {
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("identity_")), 4),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("recurrent_")), 5),
     **dict.fromkeys(("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed"), 6),
+    **dict.fromkeys((name for name in INT_LISTS if name.startswith("value_")), 6),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
@@ -135,6 +139,9 @@ IDENTITY_KINDS: Final = ("adapter", "salt", "weights", "media")
 # `recurrent_op`: the slot was zeroed; it became a copy of the source; a request of the forward read its state from the source
 # (-1: it began with none) and wrote it to the slot. The hashes are of bytes: the source's before, the slot's after; 0 for none.
 RECURRENT_OPS: Final = ("clear", "copy", "step")
+
+# `value_kind`: a row of K or V, which is what a token has in a layer, with a NaN in it, with an infinity, or all of zeros.
+WRITTEN_VALUES: Final = ("nan", "infinite", "zeros")
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it

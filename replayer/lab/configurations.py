@@ -134,6 +134,11 @@ _CONFIGURATIONS: Final = (
         engine={**_SWA, "submitted": True},
     ),
     Configuration(
+        "layers",
+        "four layers, of which other bytes are sampled in each slot",
+        engine={"sampled_layers": 4, "sweep_interval": 7},
+    ),
+    Configuration(
         "told_reads",
         "sliding window only; what attention reads is recorded in place of req_to_token",
         engine={**_SWA, "shape": "dsv4", "reads_given": True},

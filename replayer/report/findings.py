@@ -55,6 +55,9 @@ FINDING_CAUSES = {
     "loaded_wrong": "the slot does not hold what the storage holds",
     "nothing_landed": "the slot holds what it held before the load",
     "landed_elsewhere": "the load's bytes lie in another slot",
+    "nan": "a value that was written is NaN",
+    "infinite": "a value that was written is infinite",
+    "zeros": "all values of a row that was written are 0",
 }
 
 

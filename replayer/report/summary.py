@@ -12,7 +12,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import TraceHeader
-from ..run.coverage import Watched, count_forwards, coverage, no_figures, not_watched
+from ..run.coverage import Watched, count_forwards, coverage, no_figures, no_samples, not_watched
 from ..run.derived import Derived
 
 MAX_LISTED: Final = 100
@@ -43,7 +43,7 @@ def combined_exit_code(codes: Iterable[int]) -> int:
 class Summary:
     """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/reference/replay.md.
 
-    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`; `whole_before_end` says that nothing is
+    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`, `samples` is of `count_samples`; `whole_before_end` says that nothing is
     missing but, perhaps, what would come behind the last event; `being_recorded` that more is being written there.
     """
 
@@ -72,6 +72,7 @@ class Summary:
     unknown_entries: int = 0
     entries_read: int = 0
     figures: Int64Array = field(init=False)
+    samples: Int64Array = field(init=False)
     swa_divergence: dict[str, Any] | None = None
     transfers_sent: int = 0
     transfers_received: int = 0
@@ -110,6 +111,7 @@ class Summary:
     def __post_init__(self) -> None:
         """Begin the counts with nothing."""
         self.figures = no_figures(self.header)
+        self.samples = no_samples(self.header)
 
     def count(self, batch: TraceBatch, end: int, judged: Int64Array) -> None:
         """Count the first `end` events of a batch; the forwards in rows `judged` `[n] int64`, ascending, were judged."""
@@ -135,6 +137,7 @@ class Summary:
         return coverage(
             self.header,
             self.figures,
+            self.samples,
             recorded=self.events.get("forward", 0),
             judged=self.forwards,
             entries_read=self.entries_read,
@@ -212,7 +215,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        names = [item.name for item in dataclasses.fields(self) if item.name not in ("header", "figures")]
+        names = [item.name for item in dataclasses.fields(self) if item.name not in ("header", "figures", "samples")]
         values = {name: getattr(self, name) for name in names}
         values["requests_hit"] = list(self.requests_hit.values())[:MAX_LISTED]
         rows, header = self.coverage, self.header

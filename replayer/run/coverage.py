@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import BoolArray, Int64Array
+from ...kernels.capture.layers import FLOATS, watched_bytes
 from ...kernels.constants import UNKNOWN_TOKEN
+from ...recorder.state.pools import GroupPool
 from ...recorder.trace.batch import TraceBatch
-from ...recorder.trace.header import PoolGroup, StatePool, TraceHeader
+from ...recorder.trace.header import KvStream, PoolGroup, StatePool, TraceHeader
 from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
 from ..checks import CHECK_NAMES
 
@@ -36,7 +38,9 @@ _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
 _MOST_NAMED: Final = 8
 _ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
 # One of many.
-_NAMED: Final = frozenset({"layers", "bytes", "bytes_watched", "submitted", "attention", "window", "truth", "columns"})
+_NAMED: Final = frozenset(
+    {"layers", "bytes", "samples", "values", "bytes_watched", "submitted", "attention", "window", "truth", "columns"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,10 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
         return
     attention = batch.scalar_ints("attention_watched")[rows]
     runners = batch.scalar_ints("runner")[rows]
-    counts = [(len(header.streams(runner)), len(_sliding(header, runner))) for runner in range(len(header.runners))]
+    counts = [
+        (sum(not stream.samples for _, stream in header.streams(runner)), len(_sliding(header, runner)))
+        for runner in range(len(header.runners))
+    ]
     streams, sliding = np.array(counts, np.int64)[runners].T
     truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
     unknown = np.concatenate(([0], np.cumsum(batch.values("input_ids") == UNKNOWN_TOKEN)))
@@ -106,9 +113,46 @@ def _lengths(batch: TraceBatch, name: str, rows: Int64Array) -> Int64Array:
     return offsets[rows + 1] - offsets[rows]
 
 
+def no_samples(header: TraceHeader) -> Int64Array:
+    """Return how often each piece of each layer was written that sampling streams hold, before anything was, `[pieces] int64`."""
+    return np.zeros(sum(s.num_chunks * len(s.layers) for group in header.groups for s in _sampling(group)), np.int64)
+
+
+def count_samples(samples: Int64Array, pools: Sequence[GroupPool], *, backend: str) -> None:
+    """Put into `samples` in how many slots that were written each piece is looked at."""
+    at = 0
+    for pool in pools:
+        written = 1 + np.flatnonzero(pool.pool.writers[1:, 0]) if _sampling(pool.group) else np.empty(0, np.int64)
+        for stream in _sampling(pool.group):
+            layers, chunks = len(stream.layers), stream.num_chunks
+            looked = watched_bytes(written, seed=stream.seed, num_layers=layers, num_chunks=chunks, backend=backend)
+            pieces = np.bincount(looked[:, 0] * chunks + looked[:, 1], minlength=layers * chunks)
+            samples[at : at + layers * chunks] = pieces
+            at += layers * chunks
+
+
+def _sampling(group: PoolGroup) -> list[KvStream]:
+    return [stream for stream in group.streams if stream.samples]
+
+
+def _samples_of(header: TraceHeader, samples: Int64Array) -> list[list[BoolArray]]:
+    """Return for each group of each of its sampling streams which pieces were looked at, `[layers, pieces] bool`."""
+    found, at = [], 0
+    for group in header.groups:
+        of_group = []
+        for stream in _sampling(group):
+            shape = len(stream.layers), stream.num_chunks
+            size = shape[0] * shape[1]
+            of_group.append(samples[at : at + size].reshape(shape) > 0)
+            at += size
+        found.append(of_group)
+    return found
+
+
 def coverage(
     header: TraceHeader,
     figures: Int64Array,
+    samples: Int64Array,
     *,
     recorded: int,
     judged: int,
@@ -118,12 +162,13 @@ def coverage(
 ) -> list[Watched]:
     """Return how much was watched, in the order in which a person should read it.
 
-    `figures` `[runners, figures] int64` were counted of the `judged` of `recorded` forwards. These, and walks of the prefix
+    `samples` are of `count_samples`, `figures` `[runners, figures] int64` were counted of the `judged` of `recorded` forwards. These, and walks of the prefix
     cache, read `entries_read` slots of prefixes; of `unknown_entries` of them nobody knows what they must hold.
     """
     rows = [_forwards(judged, recorded), *_left_out(header)]
-    for group in header.groups:
-        rows += [_layers(group, header), _bytes(group, header, str(settings["kv_hash"]))]
+    for group, looked in zip(header.groups, _samples_of(header, samples), strict=True):
+        rows += [_layers(group, header, looked), _bytes(group, header, str(settings["kv_hash"]))]
+        rows += [_pieces(group, looked), _values(group)] if looked else []
     rows += [_states(pool) for pool in header.states]
     for index, (runner, counted) in enumerate(zip(header.runners, figures.tolist(), strict=True)):
         name = runner.name
@@ -203,20 +248,29 @@ def _reason(header: TraceHeader, what: str, name: str) -> str:
     return next((e.reason for e in header.not_watched if (e.what, e.name) == (what, name)), "")
 
 
-def _layers(group: PoolGroup, header: TraceHeader) -> Watched:
-    watched = sorted({layer for stream in group.streams for layer in stream.layers or (stream.layer,)})
+def _layers(group: PoolGroup, header: TraceHeader, looked: Sequence[BoolArray]) -> Watched:
+    of_half: dict[str, set[int]] = {half: set() for half in group.halves}
+    for stream in group.streams:
+        of_half[stream.half].update(() if stream.samples else stream.layers or (stream.layer,))
+    for stream, pieces in zip(_sampling(group), looked, strict=True):
+        of_half[stream.half].update(np.array(stream.layers)[pieces.any(axis=1)].tolist())
+    some = set[int]().union(*of_half.values())
+    whole = some.intersection(*of_half.values()) if looked else some
+    watched = sorted(whole)
     total, reason, words = group.num_layers or None, _reason(header, "layers", group.name), ""
     if total is None:
         words = f"every layer but {number_runs(watched)}" if watched else "every layer"
         reason = reason or f"how many there are is {NOT_SAID}"
-    elif not watched:
+    elif not some:
         words = f"all {total:,} layers"
-    elif len(watched) < total:
-        rest = sorted(set(range(max(total, watched[-1] + 1))) - set(watched))
+    elif len(some) < total:
+        rest = sorted(set(range(max(total, max(some) + 1))) - some)
         # A group's layers may be any of the model's, so that numbers past its own count say nothing of the rest.
-        words = f"{total - len(watched):,} of {total:,} layers"
-        if watched[-1] < total:
+        words = f"{total - len(some):,} of {total:,} layers"
+        if max(some) < total:
             words = f"layers {number_runs(rest)}"
+    parts = [f"{half} of layers {number_runs(sorted(some - own))}" for half, own in of_half.items() if some - own]
+    words = "; ".join(filter(None, (words, *(parts if looked else ()))))
     return Watched("layers", group.name, len(watched), total, reason, words)
 
 
@@ -243,16 +297,38 @@ def _bytes(group: PoolGroup, header: TraceHeader, kv_hash: str) -> Watched:
     if not group.streams:
         return Watched("bytes", group.name, 0, None, reason, "KV bytes")
     most = {"none": 0, "partial": _PARTIAL_BYTES}.get(kv_hash)
-    compared = sum(s.capture_bytes if most is None else min(most, s.capture_bytes) for s in group.streams)
-    total = sum(stream.bytes_per_token for stream in group.streams)
-    captured = sum(stream.capture_bytes for stream in group.streams)
+    sampling = _sampling(group)
+    leading = [stream for stream in group.streams if not stream.samples]
+    sampled = sum(stream.capture_bytes for stream in sampling)
+    compared = sum(s.capture_bytes if most is None else min(most, s.capture_bytes) for s in leading) + sampled
+    halves = {stream.half for stream in sampling}
+    total = sum(stream.bytes_per_token for stream in leading if stream.half not in halves)
+    total += sum(stream.bytes_per_token * len(stream.layers) for stream in sampling)
+    captured = sum(stream.capture_bytes for stream in leading) + sampled
     if compared < captured:
         reason = f"replayed with --kv-hash {kv_hash}; {captured:,} bytes were captured"
     words = ""
     if compared < total:
-        words = f"{total - compared:,} of a slot's {total:,} bytes"
+        words = f"{total - compared:,} of a slot's {total:,} bytes{', others in each slot' if sampling else ''}"
         words += f" (--kv-hash {kv_hash})" if compared < captured else ""
     return Watched("bytes", group.name, compared, total, reason, words)
+
+
+def _pieces(group: PoolGroup, looked: Sequence[BoolArray]) -> Watched:
+    """Return how many pieces of 16 bytes of all layers were looked at, in whichever slot."""
+    reached, total = sum(int(pieces.sum()) for pieces in looked), sum(pieces.size for pieces in looked)
+    words = f"{total - reached:,} of {total:,} pieces of K and V of all layers, in any slot" if reached < total else ""
+    return Watched("samples", group.name, reached, total, "too few slots were written" if words else "", words)
+
+
+def _values(group: PoolGroup) -> Watched:
+    """Return in how many layers of K and V every row written was looked at for NaN, infinity and zeros."""
+    watched = sum(len(stream.layers) for stream in _sampling(group) if stream.dtype in FLOATS)
+    total = len(group.halves) * group.num_layers or None
+    words = "" if watched == total else "NaN, infinity and zeros in K and V"
+    if words and watched:
+        words += f" of some layers ({watched:,} of {total:,} looked at)" if total else " of some layers"
+    return Watched("values", group.name, watched, total, words=words)
 
 
 def _of_forwards(what: str, name: str, counted: Sequence[int], figure: int, thing: str, reason: str = "") -> Watched:

@@ -17,6 +17,7 @@ from ..checks.oracle import OracleToken
 from ..executors.executors import make_executor, make_pass
 from ..report.report import Results
 from ..report.summary import MAX_LISTED, add
+from .coverage import count_samples
 from .health import Health
 from .planning import read_sweep
 from .schedule import Schedule
@@ -140,8 +141,13 @@ class EventReplay:
         self._results.pass_on()
         self._summary.requests = len(self._results.request_ids)
 
+    def count_samples(self) -> None:
+        """Count which pieces of all layers the slots written so far have shown, if streams sample them."""
+        count_samples(self._summary.samples, self.executor.pools, backend=self._settings.backend)
+
     def finish(self) -> None:
         """Judge the trace's end, if it has one, and fold the counters into the summary."""
+        self.count_samples()
         summary, executor = self._summary, self.executor
         executor.collect()
         self._file_ends()

@@ -98,6 +98,8 @@ class ReplayRun:
                 self.waiting = item is None
                 if item is not None:
                     self.events.take(item)
+                else:
+                    self.events.count_samples()
                 return True
             self.summary.complete = self._reader.complete
         except StopReplayError as stop:

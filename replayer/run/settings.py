@@ -68,7 +68,7 @@ class StopReplayError(Exception):
 
 def resolve_kv_hash(name: str, header: TraceHeader) -> KvHashMode:
     """Resolve `kv_hash` against what the trace holds; raise `TraceError` where it holds too little."""
-    streams = [stream for group in header.groups for stream in group.streams]
+    streams = [stream for group in header.groups for stream in group.streams if not stream.samples]
     if name == "auto":
         if not streams:
             return KvHashMode.NONE

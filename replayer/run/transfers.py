@@ -4,9 +4,10 @@ A sender's slots are verified when the transfer begins and again when it ends; w
 through the exchange, records and bytes. The receiver's bytes are those that it saw land.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from ...recorder.state.writes import KvChanges
 from ..report.findings import Finding, event_finding, of_request
 from ..report.report import Results
 
+_T = TypeVar("_T")
 ParcelKey = tuple[int, str, int]  # room, name of the pool group, first position
 
 
@@ -130,7 +132,7 @@ class Transfers:
             detail = f"received {len(transfer.slots)} slots where {parcel.trace} sent {len(parcel.slots)}"
             return [self._finding("transfer_differs", transfer, min(count, len(transfer.slots) - 1), detail)]
         differs = np.zeros(count, np.bool_)
-        for theirs, mine in zip(parcel.kv, transfer.landed, strict=True):
+        for theirs, mine in zip(parcel.kv, _leading(transfer.landed, self._pools[transfer.group]), strict=True):
             differs |= (theirs != mine).any(axis=1)
         wrong = np.flatnonzero(differs & ~parcel.unknown)
         what = f"hold other bytes than {parcel.trace} sent in event {parcel.event}, the first from its slot "
@@ -161,7 +163,7 @@ class Transfers:
             slots=slots,
             head={half: records[slots] for half, records in tier.head.items()},
             tail={half: records[slots] for half, records in tier.tail.items()},
-            kv=[data[slots] for data in tier.kv],
+            kv=[data[slots] for data in _leading(tier.kv, self._pools[transfer.group])],
             unknown=tier.unknown[slots],
             damaged=damaged,
         )
@@ -178,6 +180,11 @@ class Transfers:
         return event_finding(kind, transfer, f"room {transfer.room}: {detail}", **place, **who)
 
 
+def _leading(of_streams: Sequence[_T], pool: GroupPool) -> list[_T]:
+    """Return what there is of each stream but those that sample: which bytes they hold of a slot goes by its number."""
+    return [one for one, stream in zip(of_streams, pool.group.streams, strict=True) if not stream.samples]
+
+
 def _fits(parcel: Parcel, pool: GroupPool) -> bool:
-    widths = [stream.capture_bytes for stream in pool.group.streams]
+    widths = [stream.capture_bytes for stream in _leading(pool.group.streams, pool)]
     return set(parcel.tail) == set(pool.group.halves) and [data.shape[1] for data in parcel.kv] == widths

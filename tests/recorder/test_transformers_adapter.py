@@ -74,7 +74,7 @@ def test_the_environment_attaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (path,) = (tmp_path / "traces").glob("transformers-*.arrow")
     assert attachment.paths == (path,)
     with TraceReader(path) as reader:
-        assert [stream.capture_bytes for stream in reader.header.groups[0].streams] == [32, 32]
+        assert [stream.capture_bytes for stream in reader.header.groups[0].streams] == [32, 32, 16, 16]
         assert reader.header.tokens == "hashed"
     assert_clean(path)
 
@@ -100,7 +100,10 @@ def test_header_says_what_the_engine_is(tmp_path: Path) -> None:
     assert (sliding.kind, sliding.window, sliding.reads_before_write, sliding.table) == ("swa", 31, True, 0)
     assert (full.kind, full.window, full.reads_before_write, full.table) == ("full", 0, False, 1)
     assert sliding.page_size == full.page_size == 8
-    assert [stream.layer for stream in sliding.streams + full.streams] == [0, 0, 2, 2]
+    assert [stream.layer for stream in sliding.streams + full.streams if not stream.samples] == [0, 0, 2, 2]
+    sampled = [len(stream.layers) for stream in sliding.streams if stream.samples]
+    assert sampled == [sliding.num_layers] * 2
+    assert {stream.dtype for stream in full.streams if stream.samples} == {header.model.dtype}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -252,7 +255,7 @@ def test_what_the_layers_hand_in_is_compared_with_what_the_cache_holds(
     assert_clean(tmp_path / "clean.arrow")
     forwards = [event for event in read_trace(tmp_path / "clean.arrow") if event.kind == "forward"]
     with TraceReader(tmp_path / "clean.arrow") as reader:
-        streams = len(reader.header.streams(0))
+        streams = sum(not stream.samples for _, stream in reader.header.streams(0))
         first = reader.header.streams(0)[0][1].layer
     assert {event.scalar("submitted_watched") for event in forwards} == {streams}
     assert not any(len(event.bytes("kv_submitted_bytes")) for event in forwards)

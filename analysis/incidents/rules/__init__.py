@@ -46,6 +46,8 @@ _RULES: Final = (
     kv_bytes.kv_write_damaged,
     kv_bytes.computed_with_other_weights,
     kv_bytes.kv_changed,
+    kv_bytes.layer_changed,
+    kv_bytes.bad_values_written,
     inputs.draft_position_plus_one,
     inputs.chunk_tail_predicted_token,
     inputs.async_resume_wrong_input,

@@ -71,6 +71,26 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, cause=cause, follows=follows)
 
 
+@rule("K or V of a later layer changed without a write", branch="write")
+def layer_changed(cluster: Cluster) -> Diagnosis | None:
+    """Bytes of a slot change in a layer or place that the canary does not hash; those that it does are as they were. (lab)"""
+    sign = cluster.finding("layer_changed")
+    if sign is None:
+        return None
+    said = f"{sign.place} changed without a write, seen in {sign.when} by {sign.reader}: {sign.detail}"
+    return cluster.diagnosis(0.9, said, sign, *sign.evidence, cause=sign.event)
+
+
+@rule("the model wrote NaN, infinity or zeros", branch="content")
+def bad_values_written(cluster: Cluster) -> Diagnosis | None:
+    """K or V of a layer get values that no model writes: an overflow, a kernel that reads what nobody wrote, a scale of 0. (lab)"""
+    sign = cluster.finding("bad_values")
+    if sign is None:
+        return None
+    said = f"{sign.reader} wrote values that no model writes in {sign.when}: {sign.detail}"
+    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+
+
 @rule("pool groups share memory", branch="write")
 def groups_alias(cluster: Cluster) -> Diagnosis | None:
     """Two groups' buffers overlap, so that a write in one changes the other's bytes: the change has a twin, the

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...capture.forward_input import translate
+from ...capture.kv_tensor import KvTensor
 from ...process.environment import run_id
 from ...process.settings import RecordingSettings
 from ...trace.header import (
@@ -59,7 +60,7 @@ class _SubPool(NamedTuple):
     kind: str
     pool: Any
     lut: Any = None  # the full-to-SWA tensor
-    first_layer: int | None = None  # of the model's, where the pool itself does not say
+    layers: tuple[int, ...] = ()  # of the model's, where the pool itself does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +87,14 @@ class SglangLayout:
         self.tables: list[Any] = []
         self.luts: list[Any] = []
         self.groups: list[PoolGroup] = []
-        self.sources: dict[tuple[int, int], KvSource] = {}
+        self.sources: dict[tuple[int, int], KvSource | KvTensor] = {}
         self.runners: dict[int, RunnerLayout] = {}
         self.names: list[Runner] = []
         self.not_watched: list[NotWatched] = []
         self.states: list[StatePool] = []
         self.state_parts: dict[int, list[Any]] = {}
         self._settings = settings
+        self._seed = settings.sampling_seed
         for runner in model_runners:
             self._add_runner(runner)
 
@@ -106,12 +108,12 @@ class SglangLayout:
         groups: dict[str, int] = {}
         pool = runner.token_to_kv_pool
         window = int(getattr(runner, "sliding_window_size", None) or 0)
-        for kind, sub_pool, lut, first_layer in self._sub_pools(pool):
+        for kind, sub_pool, lut, layers in self._sub_pools(pool):
             if kind == "swa" and not window:
                 self._not_watched("pool", sub_pool, "a sliding-window pool whose window the model does not say")
                 continue
             groups[kind] = number = len(self.groups)
-            streams = self._streams(f"{name} {kind}", sub_pool, first_layer)
+            streams = self._streams(f"{name} {kind}", sub_pool, layers)
             self.sources |= {(number, s): source for s, (_, source) in enumerate(streams)}
             self.groups.append(
                 PoolGroup(
@@ -144,8 +146,8 @@ class SglangLayout:
         if kind == "SWAKVPool":
             parts = [_SubPool("full", pool.full_kv_pool), _SubPool("swa", pool.swa_kv_pool, lut)]
         elif kind == "HybridLinearKVPool":
-            first = min(getattr(pool, "full_attention_layer_id_mapping", None) or (), default=None)
-            parts = [_SubPool("full", pool.full_kv_pool, first_layer=first)]
+            layers = tuple(sorted(getattr(pool, "full_attention_layer_id_mapping", None) or ()))
+            parts = [_SubPool("full", pool.full_kv_pool, layers=layers)]
         elif kind == "DeepSeekV4TokenToKVPool":
             parts = [_SubPool("swa", pool.swa_kv_pool, lut)]
             self._not_watched("pool", pool, "of its pools only that of the sliding window is recorded")
@@ -162,25 +164,31 @@ class SglangLayout:
     def _not_watched(self, what: str, of: Any, reason: str) -> None:
         self.not_watched.append(NotWatched(what=what, name=type(of).__name__, reason=reason))
 
-    def _streams(self, where: str, pool: Any, layer: int | None) -> list[tuple[KvStream, KvSource]]:
-        """Return the first layer's halves; none if no bytes are wanted or a token's are no one aligned row."""
+    def _streams(self, where: str, pool: Any, numbers: tuple[int, ...]) -> list[tuple[KvStream, KvSource | KvTensor]]:
+        """Return the first layer's halves, and samples of all; none if no bytes are wanted or a token's are no one aligned row."""
         if not self._settings.capture_bytes:
             return []
-        if layer is None:
-            ids = getattr(pool, "model_layer_ids", None)
-            layer = int(ids[0] if ids else getattr(pool, "start_layer", 0) or 0)
-        found = []
+        begin = int(getattr(pool, "start_layer", 0) or 0)
+        numbers = numbers or tuple(map(int, getattr(pool, "model_layer_ids", None) or ())) or (begin,)
+        found: list[tuple[KvStream, KvSource | KvTensor]] = []
+        sampled: list[tuple[KvStream, KvSource | KvTensor]] = []
         for half in POOLS[type(pool).__name__]:
             layers = _layers(pool, half)
-            rows = _as_rows(layers[0], _num_slots(pool)) if layers else None
-            if rows is None:
+            rows = [_as_rows(layer, _num_slots(pool)) for layer in layers]
+            if not rows or rows[0] is None:
                 self._not_watched("bytes", pool, f"{where}: bytes of {half}: a token is no row of aligned bytes")
                 return []
-            size = int(rows.shape[1])
+            size = int(rows[0].shape[1])
             read = min(self._settings.capture_bytes, size)
-            stream = KvStream(half=half, layer=layer, bytes_per_token=size, capture_bytes=read)
-            found.append((stream, KvSource(tensor=rows, page_size=1, bytes_per_token=size, read_bytes=read)))
-        return found
+            stream = KvStream(half=half, layer=numbers[0], bytes_per_token=size, capture_bytes=read)
+            found.append((stream, KvSource(tensor=rows[0], page_size=1, bytes_per_token=size, read_bytes=read)))
+            alike = all(row is not None and row.shape == rows[0].shape for row in rows)
+            if self._seed is not None and alike and rows[0].device.type == "cpu":
+                ids = numbers if len(numbers) == len(rows) else tuple(range(begin, begin + len(rows)))
+                source = KvTensor(tensor=tuple(rows), axes="slot byte")
+                dtype = _dtype_of(pool, layers[0])
+                sampled.append((source.sampling_stream(half, layers=ids, seed=self._seed, dtype=dtype), source))
+        return found + sampled
 
 
 def own_slots(layout: SglangLayout, group: int, slots: Int64Array) -> Int64Array:
@@ -283,6 +291,14 @@ def _num_slots(pool: Any) -> int:
     layers = _layers(pool, "K")
     rows = int(layers[0].shape[0]) if len(layers) and layers[0].dim() == 3 else 0
     return rows if rows >= said else said
+
+
+def _dtype_of(pool: Any, buffer: Any) -> str:
+    """Return what the values of a pool are, which keeps 8-bit floats as bytes; "bytes" if a row holds other things as well."""
+    dtype = getattr(pool, "dtype", None) if type(pool).__name__ in ("MHATokenToKVPool", "MLATokenToKVPool") else None
+    kept_as_bytes = dtype is not None and dtype.itemsize == buffer.dtype.itemsize
+    found = str(dtype if kept_as_bytes else buffer.dtype).removeprefix("torch.")
+    return "bytes" if found == "uint8" else found
 
 
 def _as_rows(buffer: Any, num_slots: int) -> Any:

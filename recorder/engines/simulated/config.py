@@ -62,6 +62,9 @@ class EngineConfig:
     role: Literal["", "prefill", "decode"] = ""  # of one half of a pair, "" for an engine that does both
     submitted: bool = False  # record what the model hands to the pools, beside what they hold after the forward
     recurrent: bool = False  # layers with recurrent state too, whose checkpoints the prefix cache keeps
+    sampled_layers: Count = (
+        0  # layers of each pool, of which a sampling stream holds some bytes of each slot; 0 for none
+    )
     reads_given: bool = False  # record the positions and slots that attention reads in place of req_to_token (dsv4)
 
     def __post_init__(self) -> None:
@@ -81,6 +84,10 @@ class EngineConfig:
         expect(fits, "reads_given needs the shape dsv4: beside full layers nobody knows how much sliding ones read")
         fits = not self.recurrent or not (self.eagle or self.overlap or self.host_pages or self.role)
         expect(fits, "recurrent excludes eagle, overlap, host_pages and pairs: its states are not rolled back or moved")
+        expect(
+            not (self.sampled_layers and self.submitted),
+            "sampled_layers excludes submitted: only what is stored is sampled",
+        )
         if not self.eagle:
             return
         expect(self.draft_tokens >= 1, f"draft_tokens is {self.draft_tokens}, expected at least 1")

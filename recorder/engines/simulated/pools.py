@@ -1,5 +1,6 @@
 """The pools: the header's groups, the KV bytes and content of each slot, and the allocators of their pages."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ....kernels.ops.hash.reference import splitmix64_words
+from ...capture.kv_tensor import KvTensor
 from ...trace import header
 from .config import BrokenEngineError, EngineConfig
 
@@ -19,6 +21,7 @@ TARGET, DRAFT = 0, 1
 NO_PAGES: Final = np.empty(0, np.int64)
 WordArray = npt.NDArray[np.uint64]
 
+_FINITE = np.uint64(0xBFFFBFFFBFFFBFFF)  # of four bfloat16: no exponent of all ones
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -53,7 +56,13 @@ def make_layout(config: EngineConfig) -> SimulatedLayout:
             )
             for half in (halves if config.shape != "dsv4" else ())
         )
-        groups.append(header.PoolGroup(name=name, page_size=size, num_layers=1, halves=halves, streams=streams, **what))
+        layers = tuple(range(config.sampled_layers)) if streams else ()
+        streams += tuple(
+            dataclasses.replace(stream, layer=0, layers=layers, seed=config.seed & 0xFFFFFFFF, dtype="bfloat16")
+            for stream in (streams if layers else ())
+        )
+        what |= {"num_layers": max(1, len(layers)), "halves": halves, "streams": streams}
+        groups.append(header.PoolGroup(name=name, page_size=size, **what))
     runners = (header.Runner(), header.Runner(name="draft", token_offset=1))[: 1 + config.eagle]
     captured = {group.runner for group in groups if group.streams and not config.submitted}
     made = header.TraceHeader(
@@ -82,14 +91,15 @@ def make_layout(config: EngineConfig) -> SimulatedLayout:
 
 class KvPool:
     """One pool group: `arrays` holds `content` `[num_slots] uint64`, the word that stands for a slot's whole KV, and the
-    `[num_slots, words] uint64` of each captured layer and half; `host_arrays` the same for the host tier.
+    `[num_slots, words] uint64` of each captured layer and half; `host_arrays` the same for the host tier. Of a stream that
+    samples layers it holds all of them, one after another, as floats of which none is infinite or NaN.
     """
 
     def __init__(self, group: header.PoolGroup, *, index: int) -> None:
         self.group = group
         self.index = index
         self.arrays, self.host_arrays = (
-            [np.zeros(size, np.uint64), *(np.zeros((size, s.bytes_per_token // 8), np.uint64) for s in group.streams)]
+            [np.zeros(size, np.uint64), *(np.zeros((size, _words(stream)), np.uint64) for stream in group.streams)]
             for size in (group.num_slots, group.host_num_slots)
         )
         self.content: WordArray = self.arrays[0]
@@ -99,10 +109,15 @@ class KvPool:
             for number, words in enumerate(self.arrays[1:])
         ]
 
-    def sources(self) -> list[KvSource]:
+    def sources(self) -> list[KvSource | KvTensor]:
         """Return the pool's bytes as the recorder takes them, a stream each."""
-        size, found = self.group.page_size, []
+        size = self.group.page_size
+        found: list[KvSource | KvTensor] = []
         for words, stream in zip(self.arrays[1:], self.group.streams, strict=True):
+            if stream.samples:
+                layers = words.reshape(len(words), len(stream.layers), -1).swapaxes(0, 1)
+                found.append(KvTensor(tensor=tuple(layers), axes="slot word"))
+                continue
             pages, width = words.view(np.uint8).reshape(self.group.num_slots // size, -1), stream.bytes_per_token
             found.append(KvSource(tensor=pages, page_size=size, bytes_per_token=width, read_bytes=width))
         return found
@@ -118,6 +133,8 @@ class KvPool:
         self.content[slots] = content
         for number, (words, salt) in enumerate(zip(self.arrays[1:], self._salts, strict=True)):
             rows = splitmix64_words(content[:, None] ^ salt)
+            if self.group.streams[number].samples:
+                rows &= _FINITE
             self.submitted[number] = words[slots] = rows if noise is None else rows ^ noise[:, None]
 
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
@@ -131,6 +148,10 @@ class KvPool:
     def from_host(self, host_slots: Int64Array, slots: Int64Array) -> None:
         """Copy whole slots from the host tier to the pool."""
         copy_slots(self.host_arrays, host_slots, self.arrays, slots)
+
+
+def _words(stream: header.KvStream) -> int:
+    return stream.bytes_per_token // 8 * (len(stream.layers) if stream.samples else 1)
 
 
 def copy_slots(source: Sequence[WordArray], src: Int64Array, target: Sequence[WordArray], dst: Int64Array) -> None:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -182,6 +183,7 @@ def attach_from_environment() -> TransformersAttachment | None:
     when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     names = ("kv_watch_every", "capture_bytes", "oracle", "inject")
     options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    options["all_layers"] = settings.all_layers == "on"
     return begin_new(
         settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
         lambda path: attach(path, **options, **settings.writer_options()),
@@ -194,6 +196,7 @@ def attach(
     kv_watch_every: int = 1,
     capture_bytes: int = 16,
     layers: tuple[int, ...] | None = None,
+    all_layers: bool = True,
     submitted: bool = True,
     oracle: str = "",
     inject: Injection | None = None,
@@ -207,6 +210,8 @@ def attach(
         kv_watch_every: look for KV bytes that changed without a write every N forwards; 0 never.
         capture_bytes: leading bytes of each token's K and V to keep, a multiple of 16; 0 for none.
         layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.
+        all_layers: sample all layers, 16 bytes of one of them in each slot, and look for NaN, infinity and rows of zeros in
+            all that is written; of a cache on the CPU, and unless `layers` are named.
         submitted: compare what those layers hand to the cache with what it holds after the forward; costs a copy of
             their K and V of each forward.
         oracle: what samples every token in the place of the model, "hash" or "module:name"; "" the model does.
@@ -233,6 +238,7 @@ def attach(
 
     prepare_kernels()  # now, not at the engine's first step
     options: dict[str, Any] = {"layers": layers, "capture_bytes": capture_bytes, "kv_watch_every": kv_watch_every}
+    options |= {"seed": secrets.randbits(32) if all_layers else None}
     options |= {"submitted": submitted, "oracle": oracle, "inject": inject, "writer_options": writer_options}
     attachment = TransformersAttachment(path, options)
     processor, offloading = continuous_api.ContinuousBatchProcessor, offloading_manager.OffloadingManager

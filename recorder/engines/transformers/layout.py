@@ -16,6 +16,7 @@ from ....kernels.ops.hash.kv_source import KvSource
 from ...capture.attention import paged_read
 from ...capture.forward_input import AttentionInput, TableRead
 from ...capture.host_arrays import own_int64, ragged_index
+from ...capture.kv_tensor import KvTensor
 from ...trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGroup, StateTable, TraceHeader
 
 ALIGN_BYTES = 16
@@ -81,13 +82,28 @@ class TransformersGroup:
                 found.append((stream, source))
         return found
 
+    def samples(self, seed: int, dtype: str) -> list[tuple[KvStream, KvTensor]]:
+        """Return what samples K and V of all layers, with where they lie; none if the cache is not the host's."""
+        blocks, layers = self.allocator._copy_view, tuple(map(int, self.allocator.layer_indices))
+        page_bytes = int(self.allocator.bytes_per_page) // 2
+        if blocks.device.type != "cpu":
+            return []
+        found = []
+        for half, first in (("K", 0), ("V", page_bytes)):
+            begins = [2 * page_bytes * place + first for place in range(len(layers))]
+            pages = (blocks[:, begin : begin + page_bytes].unflatten(1, (self.page_size, -1)) for begin in begins)
+            source = KvTensor(tensor=tuple(pages), axes="block slot byte")
+            found.append((source.sampling_stream(half, layers=layers, seed=seed, dtype=dtype), source))
+        return found
+
 
 def describe_engine(
-    processor: Any, *, layers: tuple[int, ...] | None, capture_bytes: int
-) -> tuple[TraceHeader, list[TransformersGroup], dict[tuple[int, int], KvSource]]:
+    processor: Any, *, layers: tuple[int, ...] | None, capture_bytes: int, seed: int | None = None
+) -> tuple[TraceHeader, list[TransformersGroup], dict[tuple[int, int], KvSource | KvTensor]]:
     """Return the header of a `ContinuousBatchProcessor`'s trace, its groups' layouts and its KV sources.
 
-    Captured are the leading bytes of each token's K and V, 0 for none, of `layers`, None for each group's first.
+    Captured are the leading bytes of each token's K and V, 0 for none, of `layers`, None for each group's first; of all
+    layers samples, unless `seed` is None.
 
     Raises:
         ValueError: a layer that the model does not have.
@@ -96,7 +112,7 @@ def describe_engine(
 
     cache, config = processor.cache, processor.config
     groups: list[PoolGroup] = []
-    sources: dict[tuple[int, int], KvSource] = {}
+    sources: dict[tuple[int, int], KvSource | KvTensor] = {}
     layouts: list[TransformersGroup] = []
     not_watched: list[NotWatched] = []
     unknown = sorted(set(layers or ()) - set(cache.layer_to_allocator))
@@ -106,7 +122,10 @@ def describe_engine(
         layout = TransformersGroup(index, allocator)
         layouts.append(layout)
         wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
-        streams = layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)
+        streams: list[tuple[KvStream, KvSource | KvTensor]] = []
+        streams += layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)
+        if streams and seed is not None and layers is None:
+            streams += layout.samples(seed, str(cache.dtype).removeprefix("torch."))
         if wanted and not streams:
             reason = f"a token's K is no multiple of {ALIGN_BYTES} bytes"
             not_watched.append(NotWatched(what="bytes", name=name, reason=reason))

@@ -48,6 +48,7 @@ class TransformersRecording:
         submitted: bool,
         oracle: str,
         inject: Injection | None,
+        seed: int | None,
         writer_options: dict[str, Any],
     ) -> None:
         if processor.use_async_batching:
@@ -55,7 +56,9 @@ class TransformersRecording:
                 "asynchronous batching cannot be recorded: its steps overlap; pass "
                 "ContinuousBatchingConfig(use_async_batching=False)"
             )
-        header, self._layouts, sources = describe_engine(processor, layers=layers, capture_bytes=capture_bytes)
+        header, self._layouts, sources = describe_engine(
+            processor, layers=layers, capture_bytes=capture_bytes, seed=seed
+        )
         if sources and not submitted:
             off = NotWatched(what="submitted", name=header.runners[0].name, reason="switched off: submitted=False")
             header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
@@ -69,6 +72,7 @@ class TransformersRecording:
             (stream.layer, stream.half): (group, number)
             for group, pool in enumerate(header.groups if submitted else ())
             for number, stream in enumerate(pool.streams)
+            if not stream.samples
         }
         self._reason = "finish"  # of blocks that are freed now
         begin = recorder_class(inject)

@@ -1,6 +1,6 @@
 """The KV bytes of vLLM's groups: read where they are stored in rows, else taken from what the model hands to the cache.
 
-The first layer of each group, the first KV head of each token. If a token's bytes lie in one row they are read from the
+The first layer of each group, the first KV head of each token; on the CPU samples of all layers beside it. If a token's bytes lie in one row they are read from the
 pool (origin "stored"). The CPU's attention packs K for its instruction set: there they are taken from the inputs of the
 cache's update (origin "submitted") and kept in a copy of the pool, which a write to a wrong slot changes as it does the
 pool itself.
@@ -12,6 +12,7 @@ import numpy as np
 
 from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
+from ...capture.kv_tensor import KvTensor
 from ...trace.header import KvStream
 from ...trace.schema import TIER_POOL
 from ..common.hooking import OnFault, wrap_method
@@ -57,9 +58,9 @@ class KvCapture:
     that have any: a latent cache has K only.
     """
 
-    def __init__(self, runner: Any, groups: list[Any], capture_bytes: int) -> None:
+    def __init__(self, runner: Any, groups: list[Any], capture_bytes: int, seed: int | None) -> None:
         self.notes: list[str] = []
-        self.sources: dict[tuple[int, int], KvSource] = {}
+        self.sources: dict[tuple[int, int], KvSource | KvTensor] = {}
         self.streams: dict[int, tuple[KvStream, ...]] = {}
         self.halves: dict[int, tuple[str, ...]] = {}
         self._mirrors: dict[tuple[str, int, int, int], _Mirror] = {}  # groups that share memory share one
@@ -68,7 +69,9 @@ class KvCapture:
         layers = runner.vllm_config.compilation_config.static_forward_context
         for group in groups:
             layer = next((layers[name] for name in group.layers if name in layers), None)
-            self._add(group, layer, capture_bytes)
+            plain = self._add(group, layer, capture_bytes)
+            if plain and seed is not None:
+                self._sample(group, [layers[name] for name in group.layers if name in layers], plain, seed)
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook the updates of the caches whose bytes are taken as they are submitted."""
@@ -88,20 +91,19 @@ class KvCapture:
         for mirror in self._of_group.get(group.index, ()):
             mirror.tier(dst_tier, group)[dst] = mirror.tier(src_tier, group)[src]
 
-    def _add(self, group: Any, layer: Any, capture_bytes: int) -> None:
-        kv: Any = getattr(layer, "kv_cache", None)
-        if isinstance(kv, list | tuple) and len(kv) == 1:
-            kv = kv[0]
-        if kv is None or not hasattr(kv, "stride"):
+    def _add(self, group: Any, layer: Any, capture_bytes: int) -> set[str]:
+        """Add the streams of a group's first layer; return the halves that lie in memory as they are handed in."""
+        kv = cache_of(layer)
+        if kv is None:
             self.notes.append(f"{group.name}: KV bytes not captured, the layer has no cache of its own")
-            return
+            return set()
         views = head_views(kv, group.spec, group.num_slots)
         self.halves[group.index] = tuple(views) if views else ("K", "V")
         if not capture_bytes:
-            return
+            return set()
         if not views:
             self.notes.append(f"{group.name}: KV bytes not captured, a layout that is not known: {list(kv.shape)}")
-            return
+            return set()
         plain = set(views)
         if kv.device.type == "cpu" and len(kv.shape) == 4:
             views = packed_views(kv, group.spec)
@@ -130,6 +132,26 @@ class KvCapture:
             )
         if streams:
             self.streams[group.index] = tuple(streams)
+        return plain if streams else set()
+
+    def _sample(self, group: Any, layers: list[Any], plain: set[str], seed: int) -> None:
+        """Add what samples all layers of a group, of the halves that lie in the host's memory as they are handed in."""
+        pools = [cache_of(layer) for layer in layers]
+        if any(kv is None or kv.device.type != "cpu" or kv.shape != pools[0].shape for kv in pools):
+            return
+        numbers = tuple(layer_number(name) for name in group.layers)
+        dtype = cache_dtype(layers[0], pools[0])
+        for half in sorted(plain):
+            tensors = tuple(whole_half(kv, group.spec, half) for kv in pools)
+            if len(numbers) != len(tensors) or any(tensor is None for tensor in tensors):
+                return
+            axes = "block slot dim" if tensors[0].dim() == 3 else "block head slot dim"
+            source, streams = KvTensor(tensor=tensors, axes=axes), self.streams[group.index]
+            self.sources[group.index, len(streams)] = source
+            self.streams[group.index] = (
+                *streams,
+                source.sampling_stream(half, layers=numbers, seed=seed, dtype=dtype),
+            )
 
     def _submitted(self, group: Any, layer: Any, kv: Any, half: str, view: Any, capture_bytes: int) -> KvSource | None:
         """Return the source over a copy that is filled from the layer's updates."""
@@ -141,6 +163,35 @@ class KvCapture:
         self._of_group.setdefault(group.index, []).append(mirror)
         self._of_impl.setdefault(id(layer.impl), (layer.impl, []))[1].append(mirror)
         return KvSource(tensor=mirror.content, page_size=1, bytes_per_token=capture, read_bytes=capture)
+
+
+def cache_of(layer: Any) -> Any:
+    """Return the tensor of a layer's cache, None if it has none of its own."""
+    kv: Any = getattr(layer, "kv_cache", None)
+    if isinstance(kv, list | tuple) and len(kv) == 1:
+        kv = kv[0]
+    return kv if hasattr(kv, "stride") else None
+
+
+def cache_dtype(layer: Any, kv: Any) -> str:
+    """Return what the values of a cache are, which keeps 8-bit floats as bytes."""
+    found = str(kv.dtype).removeprefix("torch.")
+    kept = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+    return kept.get(str(getattr(layer, "kv_cache_dtype", "")), "bytes") if found == "uint8" else found
+
+
+def whole_half(kv: Any, spec: Any, half: str) -> Any:
+    """Return a half of a cache on the CPU with all its heads, `[blocks, heads, tokens, dim]`, of a latent `[blocks, tokens, width]`.
+
+    None for a layout that is not known.
+    """
+    if len(kv.shape) == 3:
+        return kv
+    if len(kv.shape) != 4 or int(kv.shape[3]) != 2 * int(spec.head_size):
+        return None
+    blocks, heads, tokens, width = (int(n) for n in kv.shape)
+    both = kv.view(blocks, heads, 2 * tokens, width // 2)
+    return both[:, :, :tokens] if half == "K" else both[:, :, tokens:]
 
 
 def head_views(kv: Any, spec: Any, num_slots: int) -> dict[str, Any]:

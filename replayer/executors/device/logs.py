@@ -78,7 +78,7 @@ class Logs:
                 read_bytes=stream.capture_bytes,
             )
             for words, stream in streams
-            if stream.half == half and endpoint == "TAIL"
+            if stream.half == half and endpoint == "TAIL" and not stream.samples
         )
         return CanaryBuffer(
             canary=(mirror.head if endpoint == "HEAD" else mirror.tail)[half],

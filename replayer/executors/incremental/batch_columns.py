@@ -42,6 +42,7 @@ _UNUSUAL_LISTS: Final = (
     *ATTENTION_RUNS,
     "attention_slots",
     "window_group",
+    "value_request",
 )
 
 

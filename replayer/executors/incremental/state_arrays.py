@@ -53,7 +53,8 @@ def group_numbers(header: TraceHeader) -> tuple[Int64Array, Streams]:
         counted = (len(group.padding_slots), group.table in whole, header.runners[group.runner].token_offset)
         groups.append((0, *pool, *counted, 2 * len(group.halves), len(streams), len(group.streams)))
         for stream in group.streams:
-            streams.append((2 * group.halves.index(stream.half) + 1, words[group.runner]))
+            buffer = -1 if stream.samples else 2 * group.halves.index(stream.half) + 1
+            streams.append((buffer, words[group.runner]))
             words[group.runner] += stream.capture_bytes // 8
     return np.array(groups, np.int64), Streams(*np.array(streams, np.int64).reshape(-1, 2).T.copy())
 

@@ -110,6 +110,37 @@ def kv_write_lost(bench: Bench) -> None:
             around(pool, "write")(partial(write, pool))
 
 
+@fault(reference="lab", configs=("layers",))
+def late_layer_overwritten(bench: Bench) -> None:
+    """A layer behind the first is overwritten in all slots of a running request's prefix."""
+    size = bench.engine.config.page_size
+
+    @bench.between_steps(lambda: [r for r in bench.engine.scheduler.running if r.cached_len >= size])
+    def act(request: Request) -> None:
+        pool = bench.pick([p for p in bench.engine.memory.pools if p.group.streams])
+        slots = bench.engine.memory.row_slots(pool, request.row, 0, request.cached_len)
+        bench.inject(request=request, slot=int(slots[0]), position=0, group=pool.index)
+        _late_layer(bench, pool)[slots] ^= np.uint64(0x0001000100010001)
+
+
+@fault(reference="lab", configs=("layers",))
+def nan_written(bench: Bench) -> None:
+    """A forward writes NaN to K or V of a layer behind the first, for one of its tokens."""
+    running = while_inside(bench.engine.runner, "run", lambda batch, *_: batch)
+
+    def write(pool: KvPool, original: Any, slots: Any, *args: Any) -> None:
+        original(slots, *args)
+        found = np.flatnonzero(slots[: running[0].num_tokens])
+        if bench.due and found.size:
+            token = int(bench.pick(found.tolist()))
+            position = int(running[0].positions[token])
+            bench.inject(slot=int(slots[token]), position=position, group=pool.index)
+            _late_layer(bench, pool)[slots[token], 0] = np.uint64(0x7FC0)
+
+    for pool in bench.engine.memory.pools:
+        around(pool, "write")(partial(write, pool))
+
+
 @fault(reference="V#41657", configs=("swa", "eagle", "eagle_swa"))
 def groups_alias(bench: Bench) -> None:
     """Two pool groups map to overlapping bytes."""
@@ -150,6 +181,13 @@ def duplicate_prompt_numerics(bench: Bench) -> None:
 def _pool_with_bytes(bench: Bench) -> KvPool:
     found: KvPool = bench.pick([pool for pool in bench.engine.memory.pools if pool.group.streams])
     return found
+
+
+def _late_layer(bench: Bench, pool: KvPool) -> Any:
+    """Return K or V of a layer behind the first, `[num_slots, words] uint64`."""
+    number = bench.pick([n for n, stream in enumerate(pool.group.streams) if stream.samples])
+    layers = pool.arrays[1 + number].reshape(pool.group.num_slots, bench.engine.config.sampled_layers, -1)
+    return layers[:, int(bench.random.integers(1, layers.shape[1]))]
 
 
 def _slot(bench: Bench, pool: KvPool, request: Request, position: int) -> int:

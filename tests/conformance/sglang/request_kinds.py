@@ -41,6 +41,7 @@ from clients import (
     updated_without_a_flush,
 )
 from engine import CPU_ENGINE, ENVIRONMENT, MODELS
+from layer_faults import change_a_late_layer, write_nan
 from state_faults import free_states_early, overwrite_a_checkpoint, restore_another_checkpoint, save_checkpoints_late
 
 
@@ -92,6 +93,9 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(run=plain),
     "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
     "plain-no-radix": Kind(run=plain, options={"disable_radix_cache": True}),
+    "plain-fp8": Kind(run=plain, options={"kv_cache_dtype": "fp8_e5m2"}, canary=False),
+    "layers-changed": Kind(run=plain, canary=False, fault=change_a_late_layer, finds=("layer_changed",)),
+    "layers-nan": Kind(run=plain, canary=False, fault=write_nan, finds=("bad_values",)),
     "plain-hybrid-page4": Kind(run=plain, model="mellum_hybrid", options={"page_size": 4}),
     "recurrent": Kind(run=plain, model="lfm2", canary=False),
     "recurrent-overlap-aborted": Kind(run=aborted, model="lfm2", options=OVERLAP, canary=False),

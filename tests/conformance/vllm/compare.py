@@ -125,6 +125,11 @@ def _is_of(row: dict, fault: dict) -> bool:
         return mine and here and row["kind"] == "write_to_foreign_slot"
     if kind.startswith("attention"):
         return mine and row["kind"].startswith("attention")
+    if kind == "late_layer":
+        return here and row["kind"] == "layer_changed"
+    if kind == "nan_value":
+        named = row["kind"] == "bad_values" and row["detail"].endswith(f"V of layer {fault['layer']}")
+        return mine and named and row["position"] == fault["position"]
     if kind.startswith("state"):
         return mine and row["kind"] == "state_differs"
     if kind == "block_table":

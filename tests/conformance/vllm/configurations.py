@@ -113,7 +113,10 @@ SETUPS = {
     "hybrid-async-spawned": Setup(model="hybrid", arguments={"async_scheduling": True}, spawned=True),
 }
 FAULTS = {
-    "llama": ("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
+    "llama": (
+        *("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
+        *("late_layer", "nan_value"),
+    ),
     "llama-eagle": ("draft_slot",),
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
     "llama-offloads": (

@@ -224,6 +224,8 @@ def document(results: list, *, whole: bool, minutes: float) -> str:
         "| load_other_block | the load is asked for into blocks that the request does not hold |",
         "| load_layout | the load takes one order of a block's bytes for another |",
         "| load_late | the load is said to have ended, and lands two steps later |",
+        "| late_layer | V of the last layer is changed in the slots of a request's cached prefix; one in so many slots shows it |",
+        "| nan_value | the last layer hands NaN to the cache in V of a token |",
         "| kv_byte | a byte of V of a cached slot is flipped; K is packed by the CPU's attention, so its bytes are taken on submission, and a flip in the pool cannot be seen |",
         "",
         "| setup | fault | runs | injected | found | the slowest after | |",

@@ -46,6 +46,8 @@ FIRES = {
     "attention_seq_len_off_by_one": ("mha", {"attention_lens"}),
     "adapter_not_in_key": ("adapters", {"identity"}),
     "state_restored_for_other_prefix": ("recurrent", {"state_differs"}),
+    "late_layer_overwritten": ("layers", {"layer_changed"}),
+    "nan_written": ("layers", {"bad_values"}),
     "future_map_overrun": ("overlap", {"input_not_sampled"}),
 }
 
