@@ -118,7 +118,9 @@ def test_every_cause_is_known_and_documented() -> None:
         for call in re.findall(r"\bCause\(([^()]*)", path.read_text())
         for code in re.findall(r'"(\w+)"', call)
     }
-    used |= {f"other_{kind}" for kind in IDENTITY_KINDS} | set(SAID) | set(WRITTEN_VALUES)  # what differs is the name of the code
+    used |= (
+        {f"other_{kind}" for kind in IDENTITY_KINDS} | set(SAID) | set(WRITTEN_VALUES)
+    )  # what differs is the name of the code
     assert used == set(FINDING_CAUSES)
     page = (root / "docs" / "reference" / "replay.md").read_text()
     assert {code for code in FINDING_CAUSES if f"`{code}`" not in page} == set()

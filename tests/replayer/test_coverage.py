@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from kvcanary.kernels.arrays import Int64Array
 from kvcanary.recorder.engines.simulated.config import EngineConfig
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.runner import ForwardRunner as SimulatedRunner
@@ -22,7 +23,7 @@ from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.cli.printer import ranks_there
 from kvcanary.replayer.cli.screen import one_line, show
 from kvcanary.replayer.report.summary import Summary
-from kvcanary.replayer.run.coverage import Watched, coverage, no_figures, not_watched
+from kvcanary.replayer.run.coverage import Watched, coverage, no_figures, no_samples, not_watched
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from rich.console import Console
 
@@ -45,12 +46,15 @@ def _header(**changes: object) -> TraceHeader:
     return dataclasses.replace(header, **changes)  # type: ignore[arg-type]  # fields of a header
 
 
-def _rows(header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None) -> list[Watched]:
+def _rows(
+    header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None, samples: Int64Array | None = None
+) -> list[Watched]:
     figures = no_figures(header)
     figures[:] = [10, seen, seen, seen, seen, seen, 100, 0, seen]
     return coverage(
         header,
         figures,
+        no_samples(header) if samples is None else samples,
         recorded=10,
         judged=10,
         entries_read=50,
@@ -62,6 +66,32 @@ def _rows(header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | 
 def test_layers_bytes_and_history_are_named() -> None:
     words = not_watched(_rows(_header()))
     assert words == ["layers 1-3", "96 of a slot's 128 bytes (--kv-hash partial)", "who held a slot (no slot history)"]
+
+
+def _sampled(*halves: str, dtype: str = "float16") -> TraceHeader:
+    group = _group()
+    layers = tuple(range(4))
+    sampling = [
+        KvStream(half=half, layers=layers, bytes_per_token=64, capture_bytes=16, seed=0, dtype=dtype) for half in halves
+    ]
+    return _header(groups=(dataclasses.replace(group, streams=(*group.streams, *sampling)),))
+
+
+def test_samples_count_as_far_as_they_have_reached() -> None:
+    header = _sampled("K", "V")
+    samples = no_samples(header)
+    assert samples.shape == (2 * 4 * 4,)
+    samples[:] = 3
+    rows = {row.what: row for row in _rows(header, samples=samples)}
+    whole = not_watched(_rows(header, samples=samples))
+    assert whole == ["448 of a slot's 512 bytes, others in each slot (--kv-hash partial)", whole[-1]]
+    assert (rows["layers"].watched, rows["samples"].share, rows["values"].watched) == (4, 1.0, 8)
+    samples[4:8] = samples[16:28] = 0  # layer 1 of K, layers 0 to 2 of V
+    said = not_watched(_rows(header, samples=samples))
+    assert said[:2] == ["layers 1; V of layers 2", "448 of a slot's 512 bytes, others in each slot (--kv-hash partial)"]
+    assert said[2] == "16 of 32 pieces of K and V of all layers, in any slot"
+    said = not_watched(_rows(_sampled("V", dtype="bytes"), samples=samples[:16] + 1))
+    assert said[0] == "K of layers 1-3" and "NaN, infinity and zeros in K and V" in said
 
 
 @pytest.mark.parametrize(
@@ -88,7 +118,8 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
     figures = no_figures(header)
     figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0]
     figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0]
-    rows = coverage(header, figures, recorded=20, judged=18, entries_read=50, unknown_entries=5, settings=SETTINGS)
+    given = {"recorded": 20, "judged": 18, "entries_read": 50, "unknown_entries": 5, "settings": SETTINGS}
+    rows = coverage(header, figures, no_samples(header), **given)
     words = not_watched(rows)
     assert "2 of 20 forwards, which were left out" in words
     assert "KV bytes of prefixes in 4 of 8 forwards of draft" in words
