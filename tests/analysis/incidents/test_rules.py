@@ -31,6 +31,8 @@ TRIALS = {
     "tokens_truncated_hash_kept": ("tokens_truncated_hash_kept", "mla", 3),
     "adapter_not_in_key": ("adapter_not_in_key", "adapters", 2),
     "state_restored_for_other_prefix": ("state_restored_for_other_prefix", "recurrent", 2),
+    "layer_changed": ("late_layer_overwritten", "layers", 2),
+    "bad_values_written": ("nan_written", "layers", 2),
     "eviction_of_locked_page": ("eviction_of_locked_page", "mha_page16", 2),
     "fork_copy_missing": ("fork_copy_missing", "forks", 2),
     "stale_swa_mapping": ("stale_swa_mapping", "dsv4", 3),

@@ -93,7 +93,6 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(run=plain),
     "plain-overlap-page4": Kind(run=plain, options={**OVERLAP, "page_size": 4}),
     "plain-no-radix": Kind(run=plain, options={"disable_radix_cache": True}),
-    "plain-fp8": Kind(run=plain, options={"kv_cache_dtype": "fp8_e5m2"}, canary=False),
     "layers-changed": Kind(run=plain, canary=False, fault=change_a_late_layer, finds=("layer_changed",)),
     "layers-nan": Kind(run=plain, canary=False, fault=write_nan, finds=("bad_values",)),
     "plain-hybrid-page4": Kind(run=plain, model="mellum_hybrid", options={"page_size": 4}),

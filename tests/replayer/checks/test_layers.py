@@ -121,6 +121,7 @@ def test_the_canarys_hash_does_not_ask_for_it(kv_hash: str, tmp_path: Path) -> N
 
 def test_a_copied_slot_shows_other_bytes_and_nothing_is_said(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "t.arrow").prefill()
+    engine.forward((3, 0, [27, 28, 29, 30]))
     for kv in engine.kv:
         kv[:, 27:31] = kv[:, 13:17]
     engine.recorder.kv_copy(group=0, src=[13], dst=[27], count=[4])

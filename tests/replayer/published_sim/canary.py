@@ -101,7 +101,7 @@ class PublishedCanary:
                     read_bytes=described.bytes_per_token,
                 )
                 for stream, described in enumerate(group.streams)
-                if described.half == half
+                if described.half == half and not described.samples
             )
 
         def buffer(half: str):
