@@ -190,6 +190,11 @@ class Cutter:
             ints[name] = ints[name][kept]
         if "recurrent_request" in ints:
             ints["recurrent_request"] = np.where(ints["recurrent_op"] == STEP, at[ints["recurrent_request"]], -1)
+        if "value_request" in ints:
+            mine = chosen[ints["value_request"]]
+            ints.update({name: ints[name][mine] for name in ints if name.startswith("value_")})
+            ints["value_request"] = at[ints["value_request"]]
+            ints["value_token"] = (np.cumsum(tokens) - 1)[ints["value_token"]]
         self._tables.supply(event, part, cells)
         for name in [name for name, values in ints.items() if not len(values)]:
             del ints[name]

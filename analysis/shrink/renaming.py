@@ -94,11 +94,15 @@ class Names:
         """Give used pages numbers from 0 on, page 0, which has the padding slot, its own; `used` by space."""
         for space, parts in used.items():
             slots, size = np.unique(np.concatenate([np.zeros(1, np.int64), *parts])), self.page_size(space)
-            if slots[-1] >= self.size(space):
-                continue  # a slot that no pool has is told from others by the pool's size
+            if slots[-1] >= self.size(space) or self._sampled(space):
+                continue  # a slot that no pool has is told from others by the pool's size, a sampled one's bytes by its number
             pages = np.unique(slots[slots >= 0] // size)
             self.pages[space] = np.zeros(-(-self.size(space) // size), np.int64)
             self.pages[space][pages] = np.arange(len(pages))
+
+    def _sampled(self, space: int) -> bool:
+        groups = [known for g, known in enumerate(self.header.groups) if space in (self.space(g), _HOST + g)]
+        return any(stream.samples for group in groups for stream in group.streams)
 
     def sizes(self) -> TraceHeader:
         """Return the header with pools that hold the used pages alone."""

@@ -12,7 +12,7 @@ from .proof import Judge, Shown
 
 # What can be left out of a whole trace at once: columns, and what the header then no longer speaks of.
 _WITHOUT: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "bytes": (("kv_",), {}),
+    "bytes": (("kv_", "value_"), {}),
     "truth": (("truth_",), {"truth_table": None}),
     "attention": (("attention_", "window_"), {}),
     "states": (("recurrent_",), {"states": ()}),

@@ -184,7 +184,7 @@ class SglangLayout:
             found.append((stream, KvSource(tensor=rows[0], page_size=1, bytes_per_token=size, read_bytes=read)))
             alike = all(row is not None and row.shape == rows[0].shape for row in rows)
             if self._seed is not None and alike and rows[0].device.type == "cpu":
-                ids = numbers if len(numbers) == len(rows) else tuple(range(begin, begin + len(rows)))
+                ids = numbers if len(numbers) == len(rows) else tuple(range(numbers[0], numbers[0] + len(rows)))
                 source = KvTensor(tensor=tuple(rows), axes="slot byte")
                 dtype = _dtype_of(pool, layers[0])
                 sampled.append((source.sampling_stream(half, layers=ids, seed=self._seed, dtype=dtype), source))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from kvcanary.analysis.shrink.cutting import Cutter
@@ -10,6 +11,8 @@ from kvcanary.analysis.shrink.proof import show, show_part
 from kvcanary.analysis.shrink.shrink import shrink
 from kvcanary.cli import main
 from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.replayer.lab.faults import FAULTS
+from kvcanary.replayer.lab.trial import Trial, run_trial
 from kvcanary.replayer.run.streams import SegmentStream
 
 from ...support.places import DATA
@@ -51,6 +54,16 @@ def test_no_part_of_a_clean_trace_shows_anything(tmp_path, seed):
     shown = show_part(part, tmp_path)
     assert len(part.events) < len(whole.events)
     assert (shown.violations, shown.findings, shown.summary.gaps) == ([], [], [])
+
+
+@pytest.mark.parametrize("fault", ["nan_written", "late_layer_overwritten"])
+def test_what_is_known_of_layers_behind_the_first_stays(fault, tmp_path):
+    (trace,) = run_trial(Trial(fault=FAULTS[fault], config="layers", seed=0), tmp_path / "whole").traces
+    small = tmp_path / "small.arrow"
+    shrink([trace], small, seconds=1)
+    for [whole], [part] in [(show([path]).incidents for path in (trace, small))]:
+        layers = [re.search("[KV] (of|in) layer [0-9]", incident["sentence"])[0] for incident in (whole, part)]
+        assert layers[0] == layers[1] and whole["kind"] == part["kind"]
 
 
 def test_interrupted_it_keeps_the_smallest_so_far(tmp_path):

@@ -26,9 +26,9 @@ def test_a_hybrid_pool_has_two_groups_and_a_draft_its_own() -> None:
     layout = SglangLayout([target, draft], settings())
     shown = [(g.name, g.kind, g.window, g.runner, g.table, g.lut, len(g.streams)) for g in layout.groups]
     assert shown == [
-        ("full", "full", 0, 0, 0, -1, 2),
-        ("swa", "swa", 16, 0, 0, 0, 2),
-        ("draft_full", "full", 0, 1, 0, -1, 2),
+        ("full", "full", 0, 0, 0, -1, 4),
+        ("swa", "swa", 16, 0, 0, 0, 4),
+        ("draft_full", "full", 0, 1, 0, -1, 4),
     ]
     assert [(r.name, r.token_offset) for r in layout.names] == [("target", 0), ("draft", 1)]
     assert (len(layout.tables), len(layout.luts), layout.not_watched) == (1, 1, [])
@@ -44,7 +44,11 @@ def test_bytes_that_are_no_aligned_rows_are_not_captured_and_that_is_said() -> N
     assert layout.not_watched == [NotWatched(what="bytes", name="MLATokenToKVPool", reason=reason)]
     runner.token_to_kv_pool = MLATokenToKVPool(kv_buffer=[torch.zeros(20, 1, 72, dtype=torch.float64)], page_size=1)
     layout = SglangLayout([runner], settings(capture_bytes=1024))
-    assert [(s.half, s.bytes_per_token, s.capture_bytes) for s in layout.groups[0].streams] == [("K", 576, 576)]
+    first, sampled = layout.groups[0].streams
+    assert (first.half, first.bytes_per_token, first.capture_bytes, first.samples) == ("K", 576, 576, False)
+    assert (sampled.layers, sampled.bytes_per_token, sampled.dtype) == ((0,), 576, "float64")
+    layout = SglangLayout([runner], settings(all_layers="off"))
+    assert len(layout.groups[0].streams) == 1
 
 
 def test_a_pool_of_an_unknown_class_is_named_and_not_guessed() -> None:
@@ -70,7 +74,7 @@ def test_of_a_hybrid_linear_pool_the_full_attention_is_recorded() -> None:
     layout = SglangLayout([runner], settings())
     (group,) = layout.groups
     assert (group.num_slots, group.page_size, group.halves) == (SLOTS, 4, ("K", "V"))
-    assert [stream.layer for stream in group.streams] == [3, 3]
+    assert [(stream.layer, stream.samples) for stream in group.streams] == [(3, False)] * 2 + [(3, True)] * 2
     assert [(entry.what, entry.name) for entry in layout.not_watched] == [("pool", "MambaPool")]
 
 
