@@ -74,7 +74,12 @@ class TokenBytes(HistoryCheck):
             return
         for runner, known in enumerate(header.runners):
             for number, (group, stream) in enumerate(header.streams(runner)):
-                if stream.half == "V" and stream.layer_of(0) == 0 and not _NEEDED & set(known.derived):
+                if (
+                    stream.half == "V"
+                    and not stream.samples
+                    and stream.layer_of(0) == 0
+                    and not _NEEDED & set(known.derived)
+                ):
                     written = self._written(batch, table, runner, number, header.groups[group].table)
                     if written is not None:
                         self._compare((runner, number), *written)
