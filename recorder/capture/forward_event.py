@@ -186,7 +186,7 @@ def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[
     inner = forward.positions[: request.size] > 0
     for group, kv in of_runner(groups, forward.runner):
         slots = forward.written[group][: request.size]
-        judged = stays(slots, kv.group) * np.where(inner, 2, 1).astype(np.uint8)
+        judged = np.where(stays(slots, kv.group), np.where(inner, 2, 1), 0).astype(np.uint8)
         for source in kv.sources:
             number += 1
             if not isinstance(source, KvLayers) or source.stream.dtype not in FLOATS:

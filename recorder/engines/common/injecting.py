@@ -14,7 +14,6 @@ from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...capture.forward_input import CopiedForward, ForwardInput
 from ...capture.host_arrays import own_int64
-from ...capture.kv_tensor import KvTensor
 from ...capture.recorder import Recorder
 from ...process.injection import MARK_NOTE, SEEN_BY, Injection
 
@@ -178,7 +177,7 @@ class InjectingRecorder(Recorder):
     def _flip(self, forward: int, group: int, slot: int, request_ids: Sequence[int], name: str) -> None:
         stream = self._stored(group)[0]
         kv, source = self.kv[group], self.kv[group].sources[stream]
-        if isinstance(source, KvTensor):  # `_stored` leaves them out
+        if not isinstance(source, KvSource):  # `_stored` leaves them out
             return
         row, offset = divmod(slot - kv.group.slot_shift, source.page_size)
         half, layer = kv.group.streams[stream].half, kv.group.streams[stream].layer
