@@ -78,6 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=420.0, help="seconds an engine")
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--json", type=Path, help="keep all figures in this file")
+    parser.add_argument("--keep", type=Path, help="keep the engines' logs and traces in this folder")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
     parser.add_argument(
         "--from",
@@ -118,11 +119,13 @@ def measure(args: argparse.Namespace) -> dict:
     modes = [mode for mode in MODES if mode == "off" or mode in args.modes.split(",")]
     runs: dict[str, list[dict]] = {mode: [] for mode in modes}
     kept = {"host": about_host(), "runs": runs}
-    with tempfile.TemporaryDirectory(prefix="kvcanary-overhead-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvcanary-overhead-") as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         for number in range(args.rounds):
             for mode in modes:
                 begin = time.monotonic()
-                result = start(mode, Path(folder) / f"{number}-{mode.replace(' ', '-')}", args)
+                result = start(mode, folder / f"{number}-{mode.replace(' ', '-')}", args)
                 runs[mode].append(result)
                 if args.json:
                     args.json.write_text(json.dumps(kept, indent=1))
@@ -168,7 +171,7 @@ def start(mode: str, folder: Path, args: argparse.Namespace) -> dict:
     result: dict = json.loads(result_file.read_text())
     if settings is not None:
         result["recording"] = recording(folder, result)
-    for trace in (folder / "traces").glob("*.arrow"):
+    for trace in (folder / "traces").glob("*.arrow") if args.keep is None else ():
         trace.unlink()
     return result
 
@@ -255,7 +258,7 @@ def recording(folder: Path, result: dict) -> dict:
         with TraceReader(trace) as reader:
             for batch in reader.stream():
                 if isinstance(batch, TraceGap):
-                    print(f"{trace.name}: {batch.reason}", file=sys.stderr)
+                    print(f"{trace.name}: after event {batch.after_event}: {batch.reason}", file=sys.stderr)
                     lost += 1
                     continue
                 for view in batch:
