@@ -54,21 +54,17 @@ def _kernel(arguments: int) -> Any:
     return triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)
 
 
-@_kernel(20)
-def write_ticket_kernel(
-    ticket, frames, counters, descriptor, stamp, at, row, next_row, watch, table_at, table_capacity, lut_at,
-    lut_capacity, kv_at, kv_capacity, kv_entry, lens_at, attention_at, attention_capacity, programs,
-):  # fmt: skip
-    """Write a ticket: one program, for one forward."""
+@_kernel(1)
+def write_ticket_kernel(ticket, memory, numbers):
+    """Write a ticket: one program, for one forward; `numbers` in the order of its words, the addresses after four of them."""
     zero = tl.program_id(0).to(tl.int64)
-    words = (
-        at, row, next_row, watch, frames.to(tl.int64), counters.to(tl.int64), descriptor.to(tl.int64), table_at,
-        table_capacity, lut_at, lut_capacity, kv_at, kv_capacity, kv_entry, lens_at, attention_at, attention_capacity,
-        programs,
-    )  # fmt: skip
-    for word in tl.static_range(len(words)):
-        tl.store(ticket + 1 + word, zero + words[word])
-    tl.store(ticket, zero + stamp)
+    for word in tl.static_range(1, FRAMES):
+        tl.store(ticket + word, zero + numbers[word])
+    for number in tl.static_range(len(memory)):
+        tl.store(ticket + FRAMES + number, zero + memory[number].to(tl.int64))
+    for word in tl.static_range(FRAMES, len(numbers)):
+        tl.store(ticket + len(memory) + word, zero + numbers[word])
+    tl.store(ticket, zero + numbers[0])
 
 
 @triton.jit
@@ -80,18 +76,20 @@ def _count_as_done(ticket, counters):
         tl.store(ticket, before * 0)
 
 
-@_kernel(16)
+@_kernel(1)
 def begin_kernel(
-    ticket, rows_in, prefix_in, minus_in, extend_in, ids_in, positions_in, loc_in, seq_lens_in, starts_in,
-    num_loc, num_prefix, extend_each, bs, num_tokens, loc_stride,
-    HAS_MINUS: tl.constexpr, HAS_EXTEND: tl.constexpr, HAS_LENS: tl.constexpr, LUT_INT64: tl.constexpr,
-    TILE: tl.constexpr,
+    ticket, requests, tokens, lens, numbers, HAS_MINUS: tl.constexpr, HAS_EXTEND: tl.constexpr, HAS_LENS: tl.constexpr,
+    LUT_INT64: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Put what a forward reads and writes into its frame, and the table entries that the trace does not know.
 
     The first programs go along the tokens, the others along the requests' prefixes. With `HAS_LENS` the lengths that
     attention gets are copied too.
     """
+    rows_in, prefix_in, minus_in, extend_in = requests
+    ids_in, positions_in, loc_in = tokens
+    seq_lens_in, starts_in = lens
+    num_loc, num_prefix, extend_each, bs, num_tokens, loc_stride = numbers
     if tl.load(ticket) != 0:
         tiles = (tl.maximum(num_tokens, bs) + TILE - 1) // TILE
         splits = tl.maximum(tl.num_programs(0) // tl.maximum(bs, 1), 1)

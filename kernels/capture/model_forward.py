@@ -1,6 +1,6 @@
 """What is launched around one run of a model so that it fills a frame: a ticket, then kernels before and after it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
@@ -10,8 +10,52 @@ PROGRAMS = 1024  # of each launch: enough to fill a device
 TILE = 512
 
 
+class _AnyPointer:
+    """Stands for a tensor where a kernel is compiled: of its address nothing is known, not that it is a multiple of 16."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return an address that tells nothing."""
+        return _ANY_ADDRESS
+
+
+_ANY_ADDRESS: Final = 8
+_ANY_NUMBER: Final = 3
+
+
+def _anything(value: Any) -> Any:
+    """Return what stands for an argument where a kernel is compiled for all values and alignments."""
+    if isinstance(value, tuple):
+        return tuple(_anything(one) for one in value)
+    return _ANY_NUMBER if isinstance(value, int) else _AnyPointer(value.dtype)
+
+
+def _words(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments as a compiled kernel takes them, tensors by their addresses."""
+    return tuple(
+        [
+            one
+            if type(one) is int
+            else _words(one)
+            if type(one) is tuple
+            else one.data_ptr()  # one in three is a tuple
+            for one in arguments
+        ]
+    )
+
+
+def _dtypes(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for one in arguments:
+        if type(one) is tuple:
+            yield from _dtypes(one)
+        elif type(one) is not int:
+            yield one.dtype
+
+
 class Launches:
-    """Launches kernels that take tensors, then numbers, then constants.
+    """Launches kernels that take tensors, numbers and tuples of them, then constants.
 
     Triton looks a kernel up by all that it is given, which takes longer than the launch. Here that is done once for each
     form of a kernel: its constants and its tensors' dtypes.
@@ -24,23 +68,23 @@ class Launches:
         self,
         kernel: Any,
         programs: int,
-        tensors: tuple[Any, ...],
-        numbers: tuple[int, ...],
+        arguments: tuple[Any, ...],
         constants: tuple[Any, ...] = (),
     ) -> Callable[..., Any] | None:
         """Launch a kernel on the current stream, and compile it if its form is new.
 
         Returns what launches this form again, given addresses, numbers and constants; None in Triton's interpreter.
         """
-        key = (id(kernel), programs, constants, *[tensor.dtype for tensor in tensors])
+        key = (id(kernel), programs, constants, *_dtypes(arguments))
         ready = self._ready.get(key)
-        if ready is not None:
-            ready(*[tensor.data_ptr() for tensor in tensors], *numbers, *constants)
-            return ready
-        compiled = kernel[(programs,)](*tensors, *numbers, *constants)
-        if compiled is None:
-            return None
-        return self._ready.setdefault(key, compiled[(programs, 1, 1)])
+        if ready is None:
+            compiled = kernel.warmup(*_anything(arguments), *constants, grid=(programs,))
+            if compiled is None:
+                kernel[(programs,)](*arguments, *constants)
+                return None
+            ready = self._ready.setdefault(key, compiled[(programs, 1, 1)])
+        ready(*_words(arguments), *constants)
+        return ready
 
 
 _launches: Final[dict[int, Launches]] = {}  # by device: compiled code is loaded into one
@@ -71,10 +115,10 @@ class TicketWriter:
         together.
         """
         if self._ready is not None:
-            self._ready(address, *self._addresses, *numbers, *layout.ticket, programs)
+            self._ready(address, self._addresses, (*numbers, *layout.ticket, programs))
             return
-        arguments = (*numbers, *layout.ticket, programs)
-        self._ready = self._launches.launch(write_ticket_kernel, 1, (ticket, *self._tensors), arguments)
+        arguments = (ticket, self._tensors, (*numbers, *layout.ticket, programs))
+        self._ready = self._launches.launch(write_ticket_kernel, 1, arguments)
 
 
 class ModelForward:
@@ -109,16 +153,19 @@ class ModelForward:
         """Launch what belongs right before the model's first layer."""
         given, attention = self._given, self.attention
         minus, extend = given.minus, given.extend
-        lens = (given.prefix, given.rows if minus is None else minus, given.rows if extend is None else extend)
+        rows = given.rows
+        requests = (rows, given.prefix, rows if minus is None else minus, rows if extend is None else extend)
         loc, copied = given.out_cache_loc, isinstance(attention, AttentionLens)
         own = (attention.seq_lens, attention.query_start_loc) if isinstance(attention, AttentionLens) else (loc, loc)
         self._launches.launch(
             begin_kernel,
             PROGRAMS,
-            (self.ticket, given.rows, *lens, given.input_ids, given.positions, loc, *own),
             (
-                *(int(loc.shape[-1]), given.prefix.numel(), given.extend_each, self.bs, given.num_tokens),
-                int(loc.stride(0)) if loc.ndim > 1 else 0,
+                *(self.ticket, requests, (given.input_ids, given.positions, loc), own),
+                (
+                    *(int(loc.shape[-1]), given.prefix.numel(), given.extend_each, self.bs, given.num_tokens),
+                    int(loc.stride(0)) if loc.ndim > 1 else 0,
+                ),
             ),
             (minus is not None, extend is not None, copied, self._lut_int64, TILE),
         )
@@ -134,11 +181,12 @@ class ModelForward:
                 attention.kv_indptr if window_indptr is None else window_indptr,
                 attention.kv_indices if window_indices is None else window_indices,
                 attention.kv_indptr if qo_indptr is None else qo_indptr,
+                *(attention.kv_indices.numel(), 0 if window_indices is None else window_indices.numel()),
+                self.bs,
             ),
-            (attention.kv_indices.numel(), 0 if window_indices is None else window_indices.numel(), self.bs),
             (qo_indptr is not None, window_indices is not None, TILE),
         )
 
     def end(self) -> None:
         """Launch what belongs right after its last layer."""
-        self._launches.launch(end_kernel, PROGRAMS, (self.ticket,), (self.bs, self.tokens), (TILE,))
+        self._launches.launch(end_kernel, PROGRAMS, (self.ticket, self.bs, self.tokens), (TILE,))

@@ -58,6 +58,11 @@ class BufferPointers:
         return self.canaries, self.kv, self.kv_slots
 
     @property
+    def logs(self) -> tuple[tuple[Any, ...], ...]:
+        """Where rows are put down: rows, entries, capacities and tags."""
+        return self.rows, self.entries, self.capacities, self.tags
+
+    @property
     def ends(self) -> tuple[tuple[Any, ...], ...]:
         """Where findings and counts go, in the order in which kernels that write take them."""
         return tuple(getattr(self, name) for name in _ENDS)

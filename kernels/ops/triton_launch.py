@@ -2,11 +2,12 @@
 
 Triton looks at each argument of each launch (is a pointer a multiple of 16, does a number fit 32 bits) to choose among the
 kernel's compiled forms, which for a kernel of thirty arguments takes longer than the launch. Here, where all pointers are
-multiples of 16 and all numbers fit, one form is kept for each set of constants.
+multiples of 16 and all numbers fit, one form is kept for each set of constants. Of a number in a tuple Triton would make a
+constant if it is 1, whatever `do_not_specialize` says: a form is compiled with a number in its place that tells nothing.
 """
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -16,39 +17,31 @@ class Prepared(tuple[Any, ...]):
     """A tuple that is launched with again and again: what `_gather` makes of it is kept."""
 
     @functools.cached_property
-    def gathered(self) -> tuple[int, tuple[Any, ...], tuple[int, ...]]:
-        """What it has of odd arguments, its words, and what forms differ in."""
+    def gathered(self) -> tuple[int, tuple[Any, ...]]:
+        """What it has of odd arguments, and its words."""
         words: list[Any] = []
-        shapes: list[int] = []
-        odd = _gather(tuple(self), words, shapes, inner=True)
-        return odd, tuple(words), tuple(shapes)
+        return _gather(tuple(self), words), tuple(words)
 
 
+_ANY_NUMBER: Final = 3  # neither 1 nor a multiple of 16
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _gather(values: Any, words: list[Any], shapes: list[int], *, inner: bool = False) -> int:
-    """Append what a compiled kernel takes, pointers as numbers; return 0 if all are as kept forms have them.
-
-    `shapes` gets what forms differ in: Triton makes a constant of a 1 in a tuple, whatever `do_not_specialize` says, and
-    takes note of multiples of 16.
-    """
+def _gather(values: Any, words: list[Any]) -> int:
+    """Append what a compiled kernel takes, pointers as numbers; return 0 if all are as kept forms have them."""
     odd = 0
     for value in values:
         if type(value) is Prepared:
-            its_odd, its_words, its_shapes = value.gathered
+            its_odd, its_words = value.gathered
             odd |= its_odd
             words.append(its_words)
-            shapes.extend(its_shapes)
         elif type(value) is int:
             odd |= value >> 31
             words.append(value)
-            if inner:
-                shapes.append((value == 1) * 2 + (value % 16 == 0))
         elif type(value) is tuple:
             of_tuple: list[Any] = []
-            odd |= _gather(value, of_tuple, shapes, inner=True)
+            odd |= _gather(value, of_tuple)
             words.append(tuple(of_tuple))
         else:
             address = value.data_ptr()
@@ -72,19 +65,27 @@ def launch(
     are Triton's, the same for each launch of a kernel.
     """
     words: list[Any] = []
-    shapes: list[int] = []
-    if _INTERPRETED or _gather(arguments, words, shapes):
+    if _INTERPRETED or _gather(arguments, words):
         kernel[(programs,)](*_plain(arguments), **constants, num_warps=num_warps, **options)
         return
-    key = (kernel.fn, num_warps, torch.cuda.current_device(), *shapes, *constants.values())
+    key = (kernel.fn, num_warps, torch.cuda.current_device(), *constants.values())
     found = _compiled.get(key)
     if found is None:
-        form = kernel[(programs,)](*_plain(arguments), **constants, num_warps=num_warps, **options)
-        _compiled[key] = form, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        return
+        form = kernel.warmup(
+            *_plain(arguments, numbers=False), grid=(programs,), **constants, num_warps=num_warps, **options
+        )
+        found = _compiled[key] = form, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     form, rest = found
     form[(programs, 1, 1)](*words, *rest)
 
 
-def _plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_plain(value) if isinstance(value, tuple) else value for value in arguments)
+def _plain(arguments: tuple[Any, ...], *, numbers: bool = True, inner: bool = False) -> tuple[Any, ...]:
+    """Return arguments as Triton takes them; without `numbers` those in tuples are any."""
+    return tuple(
+        _plain(value, numbers=numbers, inner=True)
+        if isinstance(value, tuple)
+        else _ANY_NUMBER
+        if inner and not numbers and type(value) is int
+        else value
+        for value in arguments
+    )

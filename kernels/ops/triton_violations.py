@@ -15,10 +15,13 @@ _BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
-def store_rows(
-    rows, entries, capacity, at, found, entry, tag, slot, position, token, expected_token, chain_hash, expected_aux, reason
-):  # fmt: skip
-    """Put down one row for each lane that `found` one, at its place `at`, where the log has it."""
+def store_rows(log, at, found, entry, values, reason):
+    """Put down one row for each lane that `found` one, at its place `at`, where the log has it.
+
+    `log` are its rows, entries, capacity and tag; `values` slot, position, token, expected token, chain hash, expected aux.
+    """
+    rows, entries, capacity, tag = log
+    slot, position, token, expected_token, chain_hash, expected_aux = values
     fits = found & (at >= 0) & (at < capacity)
     row = rows + tl.where(fits, at, 0) * _FIELDS
     tl.store(row, slot * 0 + tag, mask=fits)

@@ -206,32 +206,20 @@ from triton.compiler import ASTSource, compile
 from kvcanary.kernels.ops.plan_verify import triton as fused
 from kvcanary.kernels.ops.write import triton_many as write_many
 
-SMALL = {"num_valid_reqs", "counts", "table", "truth", "taken"}
-TUPLES = {"canaries", "kv", "verify_failed", "write_indexes", "slot_counters"}
-
-
 NESTED = {
     "requests": ("*i64", "*i64", "*i32"), "tokens": ("*i64",) * 5, "memory": ("*i64", "*i32"),
-    "pools": (("*i64",), ("*i64",), ("i32",)),
+    "pools": (("*i64",), ("*i64",), ("i32",)), "inputs": ("*i64", "*i64", "*i32", "*i32", "*i64", "*i64"),
+    "ends": ("*i64", ("*i64",), ("*i64",), ("*i64",)), "numbers": ("i32",) * 9, "counted": ("*i32", "*i64"),
 }
+NUMBERS = {"capacity", "num_tokens", "num_slots", "splits"}
 
 
 def type_of(name):
     if name in NESTED:
         return NESTED[name]
-    if name in TUPLES:
-        return ("*i64",)
-    if name == "kv_slots":
-        return ("i32",)
     if name in NUMBERS:
         return "i32"
-    return "*i32" if name in SMALL else "*i64"
-
-
-NUMBERS = {
-    "capacity", "num_tokens", "num_slots", "table_rows", "table_width", "table_stride", "truth_rows", "truth_width",
-    "truth_stride", "lut_len", "window", "token_offset", "splits",
-}
+    return "*i32" if name == "taken" else "*i64"
 
 
 def build(kernel, warps, **constants):
@@ -242,7 +230,7 @@ def build(kernel, warps, **constants):
 
 
 sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "STRIDES": (4,)}
-build(fused._count_kernel, 1, HAS_LUT=True, HAS_TRUTH=True, CHECK_TOKENS=True, **sources, BUFFERS=1, T=32, LOW_BITS=True)
+build(fused._count_kernel, 1, ASKED=(True,) * 4, **sources, T=32)
 build(write_many._chain_kernel, 1, **sources, ASSERTS=(True, True), T=32)
 """
 

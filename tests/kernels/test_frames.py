@@ -14,21 +14,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from kvcanary.kernels.capture import frame_kernels as inside
 
-longs = ("rows_in", "prefix_in", "ids_in", "positions_in", "loc_in", "frames", "counters", "descriptor", "ticket", "kv_indices", "window_indices")
-shorts = ("minus_in", "extend_in", "kv_indptr", "window_indptr", "qo_indptr", "seq_lens_in", "starts_in")
+longs, shorts = ("ticket", "kv_indices", "window_indices"), ("kv_indptr", "window_indptr", "qo_indptr")
 types = dict.fromkeys(longs, "*i64") | dict.fromkeys(shorts, "*i32")
+types |= {"memory": ("*i64",) * 3, "tokens": ("*i64",) * 3, "lens": ("*i32",) * 2}
+types["requests"] = ("*i64", "*i64", "*i32", "*i32")
 
 
-def build(kernel, **constants):
-    assert all(p.is_constexpr or p.do_not_specialize and p.do_not_specialize_on_alignment for p in kernel.params)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+def build(kernel, numbers=0, **constants):
+    given = types | {"numbers": ("i32",) * numbers}
+    for p in kernel.params:
+        tells_nothing = p.do_not_specialize and p.do_not_specialize_on_alignment
+        assert p.is_constexpr or tells_nothing or type(given[p.name]) is tuple
+    signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 
 
-build(inside.write_ticket_kernel)
-build(inside.begin_kernel, HAS_MINUS=True, HAS_EXTEND=True, HAS_LENS=False, LUT_INT64=False, TILE=512)
-build(inside.begin_kernel, HAS_MINUS=False, HAS_EXTEND=False, HAS_LENS=True, LUT_INT64=True, TILE=512)
+build(inside.write_ticket_kernel, 16)
+build(inside.begin_kernel, 6, HAS_MINUS=True, HAS_EXTEND=True, HAS_LENS=False, LUT_INT64=False, TILE=512)
+build(inside.begin_kernel, 6, HAS_MINUS=False, HAS_EXTEND=False, HAS_LENS=True, LUT_INT64=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=True, HAS_WINDOW=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=False, HAS_WINDOW=False, TILE=512)
 build(inside.end_kernel, TILE=512)

@@ -14,12 +14,12 @@ class Kernel:
     def __init__(self, *, interpreted=False):
         self.interpreted, self.compiled, self.launched = interpreted, [], []
 
-    def __getitem__(self, grid):
-        def launch(*told):
-            self.compiled.append(told)
-            return None if self.interpreted else {(*grid, 1, 1): lambda *again: self.launched.append(again)}
+    def warmup(self, *told, grid):
+        self.compiled.append(told)
+        return None if self.interpreted else {(*grid, 1, 1): lambda *again: self.launched.append(again)}
 
-        return launch
+    def __getitem__(self, grid):
+        return lambda *told: self.launched.append(told)
 
 
 def test_each_form_is_compiled_once():
@@ -34,18 +34,27 @@ def test_each_form_is_compiled_once():
         ((longs,), (False,)),
         ((longs,), (True,)),
     ):
-        launches.launch(kernel, 3, tensors, (7,), constants)
-    assert [told[1:] for told in kernel.compiled] == [(7, True), (7, True), (7, False)]
+        launches.launch(kernel, 3, (*tensors, (16, *tensors)), constants)
+    assert [told[-1] for told in kernel.compiled] == [True, True, False]
     assert [told[0].dtype for told in kernel.compiled] == [torch.int64, torch.int32, torch.int64]
-    addresses = [other.data_ptr(), longs.data_ptr() + 8, longs.data_ptr()]
-    assert kernel.launched == [(address, 7, True) for address in addresses]
+    # A form is for all numbers and addresses, in tuples too: Triton asks for 1 and for multiples of 16.
+    for pointer, (number, inner), _ in kernel.compiled:
+        assert number != 1
+        assert number % 16
+        assert pointer.data_ptr() % 16
+        assert inner.data_ptr() % 16
+    places = [longs, other, longs[1:], ints, longs, longs]
+    addresses = [place.data_ptr() for place in places]
+    constants = [True, True, True, True, False, True]
+    expected = zip(addresses, constants, strict=True)
+    assert kernel.launched == [(address, (16, address), constant) for address, constant in expected]
 
 
 def test_the_interpreter_is_asked_each_time():
     kernel, launches = Kernel(interpreted=True), Launches()
     for _ in range(2):
-        assert launches.launch(kernel, 1, (torch.arange(2),), (1,)) is None
-    assert len(kernel.compiled) == 2
+        assert launches.launch(kernel, 1, (torch.arange(2), 1)) is None
+    assert len(kernel.launched) == 2
 
 
 def test_later_tickets_say_what_the_first_would(monkeypatch):
@@ -60,10 +69,12 @@ def test_later_tickets_say_what_the_first_would(monkeypatch):
     for number, layout in enumerate(layouts):
         ticket = tickets[number:]
         writer.write(ticket, ticket.data_ptr(), (number + 1, 10, 11, 12, 1), layout, 2048)
-    (first,), (second,) = kernel.compiled, kernel.launched
-    assert first[4:] == (1, 10, 11, 12, 1, *layouts[0].ticket, 2048)
-    addresses = [tensor.data_ptr() for tensor in (tickets[1:], frames, counters, descriptor)]
-    assert second == (*addresses, 2, 10, 11, 12, 1, *layouts[1].ticket, 2048)
+    memory = tuple(tensor.data_ptr() for tensor in (frames, counters, descriptor))
+    expected = [
+        (tickets[number:].data_ptr(), memory, (number + 1, 10, 11, 12, 1, *layout.ticket, 2048))
+        for number, layout in enumerate(layouts)
+    ]
+    assert kernel.launched == expected
 
 
 @pytest.mark.parametrize("lens", ["by position", "extend", "draft extend"])
@@ -84,8 +95,10 @@ def test_lengths_that_are_not_there_are_addresses_all_the_same(monkeypatch, lens
     )
     ticket = torch.zeros(1, dtype=torch.int64)
     ModelForward(ticket, given, None, lut_int64=True).begin()
-    ((_, *told),) = kernel.compiled
+    ((_, requests, of_tokens, own, numbers, *constants),) = kernel.launched
     minus, extended = given.minus is not None, given.extend is not None
-    expected = (rows, prefix, extend if minus else rows, extend if extended else rows, *[tokens] * 5)
-    assert all(one is other for one, other in zip(told, expected, strict=False))
-    assert told[9:] == [2, 2, 1, 2, 2, 0, minus, extended, False, True, model_forward.TILE]
+    expected = (rows, prefix, extend if minus else rows, extend if extended else rows)
+    assert requests == tuple(place.data_ptr() for place in expected)
+    assert (*of_tokens, *own) == (tokens.data_ptr(),) * 5
+    assert numbers == (2, 2, 1, 2, 2, 0)
+    assert constants == [minus, extended, False, True, model_forward.TILE]

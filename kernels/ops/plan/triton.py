@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ...arrays import require_tensor
 from ...constants import PADDING_ROW, SLOT_OUT_OF_RANGE
+from ..triton_launch import launch
 from ..triton_violations import add_where_any
 from .reference import MAX_LEN, VerifyPlan, WritePlan, require_plan_numbers
 
@@ -70,15 +71,16 @@ def _offsets_kernel(
     tl.store(enable, (total <= capacity).to(tl.int32))
 
 
-_INTS = ("window", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "token_offset", "splits")
-
-
-@triton.jit(do_not_specialize=[*_INTS])
+@triton.jit(do_not_specialize=["splits"])
 def _entries_kernel(
-    rows_in, prefix_lens, table, truth, truth_lens, lut, table_rows, table_width, table_stride, truth_rows, truth_width,
-    truth_stride, lut_len, window, token_offset, offsets, enable, slots, expected_tokens, expected_positions, prev_slots,
-    out_of_range, splits, HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, T: tl.constexpr,
+    inputs, numbers, offsets, enable, entries, out_of_range, splits, HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
+    rows_in, prefix_lens, table, truth, truth_lens, lut = inputs
+    table_rows, table_width, table_stride, truth_rows, truth_width, truth_stride, lut_len, window, token_offset = (
+        numbers
+    )
+    slots, expected_tokens, expected_positions, prev_slots = entries
     request = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     row = tl.load(rows_in + request)
@@ -126,11 +128,11 @@ def _extends_of(rows_in, extend_lens, r, mask):
     return tl.where(row != _PADDING_ROW, extend, 0)
 
 
-@triton.jit(do_not_specialize=["bs", "table_rows", "table_width", "lut_len", "num_seeds"])
-def _writes_kernel(
-    rows_in, prefix_lens, extend_lens, table, lut, table_rows, table_width, table_stride, lut_len, offsets, seed_slots,
-    num_valid_reqs, out_of_range, bs, num_seeds, HAS_LUT: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["bs", "num_seeds"])
+def _writes_kernel(inputs, numbers, extend_lens, plan, out_of_range, bs, num_seeds, HAS_LUT: tl.constexpr):
+    rows_in, prefix_lens, table, _truth, _truth_lens, lut = inputs
+    table_rows, table_width, table_stride, lut_len = numbers[0], numbers[1], numbers[2], numbers[6]
+    offsets, seed_slots, num_valid_reqs = plan
     total = tl.load(extend_lens, mask=bs < 0, other=0)
     for first in range(0, tl.maximum(bs, num_seeds) + 1, _REQUESTS):
         r = first + tl.arange(0, _REQUESTS)
@@ -162,12 +164,12 @@ def plan_inputs(
     truth_lens: Any | None,
     token_offset: int,
     out_of_range: Any,
-) -> tuple[Any, ...]:
-    """Check what plans read; return it as kernels take it.
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Check what plans read; return it as kernels take it: tensors, and numbers.
 
     Returns:
-        rows, prefix_lens, table, truth, truth_lens, full_to_swa; rows, width and stride of both tables; the length of
-        full_to_swa; window; token_offset.
+        rows, prefix_lens, table, truth, truth_lens, full_to_swa.
+        Rows, width and stride of both tables; the length of full_to_swa; window; token_offset.
     """
     bs = req_pool_indices.shape[0]
     require_tensor("req_pool_indices", req_pool_indices, "int64", 1)
@@ -181,15 +183,14 @@ def plan_inputs(
     require_tensor("truth_tokens", truth, "int32", 2)
     require_tensor("truth_lens", lens, "int64", 1, length=bs)
     require_tensor("full_to_swa", lut, "int64", 1)
-    return (
-        req_pool_indices, prefix_lens, req_to_token, truth, lens, lut,
-        *req_to_token.shape, req_to_token.stride(0), *truth.shape, truth.stride(0), lut.shape[0], window, token_offset,
-    )  # fmt: skip
+    of_tables = (*req_to_token.shape, req_to_token.stride(0), *truth.shape, truth.stride(0))
+    numbers = (*of_tables, lut.shape[0], window, token_offset)
+    return (req_pool_indices, prefix_lens, req_to_token, truth, lens, lut), numbers
 
 
 def plan(*, extend_lens: Any, verify_plan: VerifyPlan, write_plan: WritePlan, **asked: Any) -> None:
     """`plan.plan` on tensors: three launches."""
-    inputs = plan_inputs(**asked)
+    inputs, numbers = plan_inputs(**asked)
     rows, prefix_lens, table = inputs[:3]
     bs, width = len(rows), table.shape[1]
     require_tensor("verify_plan.slots", verify_plan.slots, "int64", 1)
@@ -200,28 +201,36 @@ def plan(*, extend_lens: Any, verify_plan: VerifyPlan, write_plan: WritePlan, **
     )  # fmt: skip
     if bs:
         splits = max(1, min(PROGRAMS // bs, triton.cdiv(max(width, 1), TILE)))
-        _entries_kernel[(bs * splits,)](
-            *inputs, offsets, verify_plan.enable, verify_plan.slots, verify_plan.expected_tokens,
-            verify_plan.expected_positions, verify_plan.prev_slots, asked["out_of_range"], splits,
-            HAS_LUT=asked["full_to_swa"] is not None, HAS_TRUTH=asked["truth_lens"] is not None, T=TILE,
-        )  # fmt: skip
-    _fill_writes(inputs, extend_lens, asked["full_to_swa"] is not None, write_plan, asked["out_of_range"])
+        entries = tuple(
+            getattr(verify_plan, name) for name in ("slots", "expected_tokens", "expected_positions", "prev_slots")
+        )
+        launch(
+            _entries_kernel,
+            bs * splits,
+            (inputs, numbers, offsets, verify_plan.enable, entries, asked["out_of_range"], splits),
+            {"HAS_LUT": asked["full_to_swa"] is not None, "HAS_TRUTH": asked["truth_lens"] is not None, "T": TILE},
+            num_warps=4,
+        )
+    _fill_writes(inputs, numbers, extend_lens, write_plan, asked)
 
 
 def plan_writes(*, extend_lens: Any, write_plan: WritePlan, **asked: Any) -> None:
     """`plan.plan_writes` on tensors: one launch."""
-    inputs = plan_inputs(window=0, truth_tokens=None, truth_lens=None, token_offset=0, **asked)
-    _fill_writes(inputs, extend_lens, asked["full_to_swa"] is not None, write_plan, asked["out_of_range"])
+    inputs, numbers = plan_inputs(window=0, truth_tokens=None, truth_lens=None, token_offset=0, **asked)
+    _fill_writes(inputs, numbers, extend_lens, write_plan, asked)
 
 
 def _fill_writes(
-    inputs: tuple[Any, ...], extend_lens: Any, has_lut: bool, write_plan: WritePlan, out_of_range: Any
+    inputs: tuple[Any, ...], numbers: tuple[int, ...], extend_lens: Any, plan: WritePlan, asked: dict[str, Any]
 ) -> None:
-    rows, prefix_lens, table, _, _, lut, table_rows, table_width, table_stride, *_ = inputs
-    require_tensor("extend_lens", extend_lens, "int64", 1, length=len(rows))
-    require_tensor("write_plan.offsets", write_plan.offsets, "int64", 1)
-    _writes_kernel[(1,)](
-        rows, prefix_lens, extend_lens, table, lut, table_rows, table_width, table_stride, len(lut), write_plan.offsets,
-        write_plan.seed_slots, write_plan.num_valid_reqs, out_of_range, len(rows), len(write_plan.seed_slots),
-        HAS_LUT=has_lut,
-    )  # fmt: skip
+    bs = len(inputs[0])
+    require_tensor("extend_lens", extend_lens, "int64", 1, length=bs)
+    require_tensor("write_plan.offsets", plan.offsets, "int64", 1)
+    written = plan.offsets, plan.seed_slots, plan.num_valid_reqs
+    launch(
+        _writes_kernel,
+        1,
+        (inputs, numbers, extend_lens, written, asked["out_of_range"], bs, len(plan.seed_slots)),
+        {"HAS_LUT": asked["full_to_swa"] is not None},
+        num_warps=4,
+    )

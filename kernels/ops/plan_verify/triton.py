@@ -30,32 +30,22 @@ WORD_SHAPE = (128, 4, 8192)
 ROW_SHAPE = (32, 1, 16384)
 
 
-_INTS = (
-    *("kv_slots", "table_rows", "table_width", "truth_rows", "truth_width", "lut_len", "num_slots", "window"),
-    *("token_offset", "splits", "table_stride", "truth_stride"),
-)
-
-
-@triton.jit(do_not_specialize=[*_INTS])
+@triton.jit(do_not_specialize=["num_slots", "splits"])
 def _count_kernel(
-    rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width, table_stride,
-    truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed, verify_failed,
-    slot_counters, write_indexes, counts, starts,
-    HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, LOW_BITS: tl.constexpr,
+    inputs, pools, numbers, num_slots, splits, ends, counted, ASKED: tl.constexpr, STRIDES: tl.constexpr,
+    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
+    """`ASKED`: whether there is a full-to-SWA table, a truth table, a check of tokens, of their low bits alone."""
+    buffers: tl.constexpr = len(STRIDES)
+    counts, starts = counted
+    write_indexes = ends[3]
     unit = tl.program_id(0)
-    found = check_unit(
-        unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width,
-        table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, plan_failed,
-        verify_failed, slot_counters, None, None, None, None, None, None, HAS_LUT, HAS_TRUTH, CHECK_TOKENS, STRIDES, SOURCES, ENDS, T,
-        BUFFERS, LOW_BITS, False,
-    )  # fmt: skip
+    found = check_unit((unit, splits), inputs, numbers, pools, num_slots, ends, ASKED, STRIDES, SOURCES, ENDS, T, False)
     lane = tl.arange(0, 4)
-    tl.store(counts + lane * tl.num_programs(0) + unit, found, mask=lane < BUFFERS)
+    tl.store(counts + lane * tl.num_programs(0) + unit, found, mask=lane < buffers)
     if unit == 0:
         # The next launch moves the indexes on while its other programs still want them as they were.
-        for b in tl.static_range(BUFFERS):
+        for b in tl.static_range(buffers):
             tl.store(starts + b, tl.load(write_indexes[b]))
 
 
@@ -73,39 +63,38 @@ def _entries_before(rows_in, prefix_lens, window, end):
     return tl.sum(total)
 
 
-@triton.jit(do_not_specialize=[*_INTS, "capacities", "tags", "units"])
+@triton.jit(do_not_specialize=["num_slots"])
 def _emit_kernel(
-    rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width, table_stride,
-    truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits, write_indexes, counts, starts, logs,
-    log_entries, capacities, tags, kernel_counters, units,
-    HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, LOW_BITS: tl.constexpr,
+    inputs, pools, numbers, num_slots, work, ends, counted, ASKED: tl.constexpr, STRIDES: tl.constexpr,
+    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
+    buffers: tl.constexpr = len(STRIDES)
+    splits, units = work
+    write_indexes, kernel_counters, logs = ends
+    counts, starts = counted
     program = tl.program_id(0)
     first = program * _SHARE
     mine = first + tl.arange(0, _SHARE)
     found = 0
-    for b in tl.static_range(BUFFERS):
+    for b in tl.static_range(buffers):
         found += tl.sum(tl.load(counts + b * units + mine, mask=mine < units, other=0))
     if program == 0:
-        for b in tl.static_range(BUFFERS):
+        for b in tl.static_range(buffers):
             add_where_any(kernel_counters[b], tl.load(starts) * 0 + 1)
     if found > 0:
         lane = tl.arange(0, 4)
         places = tl.zeros([4], tl.int64)
-        for b in tl.static_range(BUFFERS):
+        for b in tl.static_range(buffers):
             mine_here = tl.sum(tl.load(counts + b * units + mine, mask=mine < units, other=0))
             add_where_any(write_indexes[b], mine_here.to(tl.int64))
             places += tl.where(lane == b, tl.load(starts + b) + sum_before(counts + b * units, first), 0)
         for unit in range(first, tl.minimum(first + _SHARE, units)):
-            here = tl.load(counts + lane * units + unit, mask=lane < BUFFERS, other=0)
+            here = tl.load(counts + lane * units + unit, mask=lane < buffers, other=0)
             if tl.sum(here) > 0:
+                first_entry = _entries_before(inputs[0], inputs[1], numbers[7], unit // splits)
                 check_unit(
-                    unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows,
-                    table_width, table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window,
-                    token_offset, splits, None, None, None, logs, log_entries, capacities, tags,
-                    _entries_before(rows_in, prefix_lens, window, unit // splits), places, HAS_LUT, HAS_TRUTH,
-                    CHECK_TOKENS, STRIDES, SOURCES, ENDS, T, BUFFERS, LOW_BITS, True,
+                    (unit, splits), inputs, numbers, pools, num_slots, (logs, first_entry, places), ASKED, STRIDES, SOURCES,
+                    ENDS, T, True,
                 )  # fmt: skip
                 places += here
 
@@ -113,11 +102,11 @@ def _emit_kernel(
 def plan_verify(*, buffers: Sequence[CanaryBuffer], check_tokens: bool, low_bits: bool = False, **asked: Any) -> None:
     """`plan_verify` on tensors: two launches, whatever the batch."""
     require_buffers(buffers)
-    inputs = plan_inputs(**asked)
+    inputs, numbers = plan_inputs(**asked)
     table = asked["req_to_token"]
     many = BufferPointers.of(buffers)
     tile, warps, most = ROW_SHAPE if many.folds_rows else WORD_SHAPE
-    bs = len(inputs[0])
+    bs = len(asked["req_pool_indices"])
     tiles = cdiv(table.shape[1], tile - 1)
     # All units of a long request have as many tiles.
     share = cdiv(tiles, max(1, most // max(bs, 1)))
@@ -130,31 +119,22 @@ def plan_verify(*, buffers: Sequence[CanaryBuffer], check_tokens: bool, low_bits
     counts = torch.empty(len(buffers) * units + 1, dtype=torch.int32, device=table.device)
     starts = torch.empty(len(buffers), dtype=torch.int64, device=table.device)
     constants = {
-        "HAS_LUT": asked["full_to_swa"] is not None,
-        "HAS_TRUTH": asked["truth_lens"] is not None,
-        "CHECK_TOKENS": check_tokens,
-        "STRIDES": many.strides,
-        "SOURCES": many.sources,
-        "ENDS": many.source_ends,
+        "ASKED": (asked["full_to_swa"] is not None, asked["truth_lens"] is not None, check_tokens, low_bits),
+        **many.layout,
         "T": tile,
-        "BUFFERS": len(buffers),
-        "LOW_BITS": low_bits,
     }
-    read = (*inputs[:6], many.canaries, many.kv, many.kv_slots, *inputs[6:13], many.num_slots, *inputs[13:], splits)
+    read, counters = (inputs, many.pools, numbers, many.num_slots), (many.failed, many.slot_counters)
     launch(
         _count_kernel,
         units,
-        (*read, asked["out_of_range"], many.failed, many.slot_counters, many.write_indexes, counts, starts),
+        (*read, splits, (asked["out_of_range"], *counters, many.write_indexes), (counts, starts)),
         constants,
         num_warps=warps,
     )
     launch(
         _emit_kernel,
         cdiv(units, 32),
-        (
-            *read, many.write_indexes, counts, starts, many.rows, many.entries, many.capacities, many.tags,
-            many.kernel_counters, units,
-        ),
+        (*read, (splits, units), (many.write_indexes, many.kernel_counters, many.logs), (counts, starts)),
         constants,
         num_warps=warps,
-    )  # fmt: skip
+    )

@@ -30,14 +30,14 @@ def _through_lut(slot, lut, lut_len, mask, HAS_LUT: tl.constexpr):
 
 
 @triton.jit
-def _closed_form(
-    row, prefix, start, table, table_rows, table_width, table_stride, lut, lut_len, truth_rows, truth_width, truth_len,
-    token_offset, HAS_LUT: tl.constexpr,
-):  # fmt: skip
+def _closed_form(row, prefix, start, table, truth_len, numbers, HAS_LUT: tl.constexpr):
     """What needs no walk: entries past the table, truth tokens past theirs, the look-up before a window.
 
     Returns (failed look-ups of the plan, entries that have no slot).
     """
+    table_rows, table_width, table_stride, truth_rows, truth_width, _truth_stride, lut_len, _window, token_offset = (
+        numbers
+    )
     row_is_there = (row >= 0) & (row < table_rows)
     width = tl.where(row_is_there, table_width, 0)
     beyond = tl.maximum(prefix - tl.maximum(start, width), 0)
@@ -118,8 +118,8 @@ def _put_down(
         done = tl.sum(tl.where(quarter == b, counts, 0))
         place = tl.sum(tl.where(quarter == b, places, 0)) + done
         store_rows(
-            logs[0][b], logs[1][b], logs[2][b], place + (tl.cumsum(found, 0) - found), here != 0, entries, logs[3][b],
-            values[0], values[1], values[2], values[3], signed(values[4]), signed(values[5]), here,
+            (logs[0][b], logs[1][b], logs[2][b], logs[3][b]), place + (tl.cumsum(found, 0) - found), here != 0, entries,
+            (values[0], values[1], values[2], values[3], signed(values[4]), signed(values[5])), here,
         )  # fmt: skip
         counts += tl.where(quarter == b, tl.sum(found), 0)
     return counts
@@ -127,26 +127,32 @@ def _put_down(
 
 @triton.jit
 def check_unit(
-    unit, rows_in, prefix_lens, table, truth, truth_lens, lut, canaries, kv, kv_slots, table_rows, table_width,
-    table_stride, truth_rows, truth_width, truth_stride, lut_len, num_slots, window, token_offset, splits,
-    plan_failed, verify_failed, slot_counters, logs, log_entries, capacities, tags, first_entry, places,
-    HAS_LUT: tl.constexpr, HAS_TRUTH: tl.constexpr, CHECK_TOKENS: tl.constexpr, STRIDES: tl.constexpr,
-    SOURCES: tl.constexpr, ENDS: tl.constexpr, T: tl.constexpr, BUFFERS: tl.constexpr, LOW_BITS: tl.constexpr,
-    EMIT: tl.constexpr,
+    place, inputs, numbers, pools, num_slots, ends, ASKED: tl.constexpr, STRIDES: tl.constexpr, SOURCES: tl.constexpr,
+    ENDS: tl.constexpr, T: tl.constexpr, EMIT: tl.constexpr,
 ):  # fmt: skip
-    """Check one unit; returns the rows of each buffer, [4] int32. With EMIT it puts them down, else it counts failures."""
+    """Check one unit; returns the rows of each buffer, [4] int32. With EMIT it puts them down, else it counts failures.
+
+    `place` is the unit, and how many a request has; `inputs` and `numbers` are those of `plan_inputs`; `ends` with EMIT
+    the logs, the request's first entry and the rows' places, else counters: failed look-ups of plan and verify, slots.
+    """
+    rows_in, prefix_lens, table, truth, truth_lens, lut = inputs
+    table_rows, table_width, table_stride, truth_rows, truth_width, truth_stride, lut_len, window, token_offset = (
+        numbers
+    )
+    canaries, kv, kv_slots = pools
+    with_lut: tl.constexpr = ASKED[0]
+    with_truth: tl.constexpr = ASKED[1]
+    unit, splits = place
+    buffers: tl.constexpr = len(STRIDES)
     request = unit // splits
     split = unit % splits
-    row, prefix, start, truth_len = _reads(request, rows_in, prefix_lens, truth_lens, window, HAS_TRUTH)
+    row, prefix, start, truth_len = _reads(request, rows_in, prefix_lens, truth_lens, window, with_truth)
     quarter = tl.arange(0, 4)
     counts = tl.zeros([4], tl.int32)
     if row != _PADDING_ROW:
         failed_plan, failed_verify = row * 0, row * 0
         if (split == 0) & (not EMIT):
-            failed_plan, failed_verify = _closed_form(
-                row, prefix, start, table, table_rows, table_width, table_stride, lut, lut_len, truth_rows, truth_width,
-                truth_len, token_offset, HAS_LUT,
-            )  # fmt: skip
+            failed_plan, failed_verify = _closed_form(row, prefix, start, table, truth_len, numbers, with_lut)
         end = row * 0
         if (row >= 0) & (row < table_rows):
             end = tl.minimum(prefix, table_width)
@@ -159,7 +165,7 @@ def check_unit(
             truths = truth + row * truth_stride + start + token_offset
             # Truth tokens there are for offsets from the start: none where the truth table does not have the row.
             truth_end = row * 0
-            if HAS_TRUTH & (row < truth_rows):
+            if with_truth & (row < truth_rows):
                 truth_end = tl.minimum(truth_len, truth_width) - start - token_offset
             first = tl.where(start > 0, -1, 0)
             lane = tl.arange(0, T)
@@ -177,10 +183,10 @@ def check_unit(
                 slot = next_slot.to(tl.int64)
                 ahead = i + (T - 1)
                 next_slot = tl.load(cells + ahead, mask=ahead < length, other=-1, eviction_policy="evict_first")
-                slot, beyond = _through_lut(slot, lut, lut_len, there, HAS_LUT)
+                slot, beyond = _through_lut(slot, lut, lut_len, there, with_lut)
                 active = there & (lane > 0)
                 want = tl.zeros([T], tl.int64) - 1
-                if CHECK_TOKENS & HAS_TRUTH:
+                if ASKED[2] & with_truth:
                     has_truth = active & (i >= 0 - start - token_offset) & (i < truth_end)
                     want = tl.load(truths + i, mask=has_truth, other=-1, eviction_policy="evict_first").to(tl.int64)
                 inside = there & (slot >= 0) & (slot < num_slots)
@@ -189,25 +195,25 @@ def check_unit(
                 token, position = load_pair(canaries[0], cell * STRIDES[0], inside, T)
                 prev_hash, kv_hash = load_pair(canaries[0], cell * STRIDES[0] + 2, inside, T)
                 bad_kv = _changed_kv(
-                    kv_hash, canaries, cell, kv, slot, checked, kv_slots, STRIDES, SOURCES, ENDS, T, BUFFERS
+                    kv_hash, canaries, cell, kv, slot, checked, kv_slots, STRIDES, SOURCES, ENDS, T, buffers
                 )
                 successor = tl.where(slot < 0, CHAIN_SEED, hash_chain(prev_hash, token, position))
                 prev_slot = tl.gather(slot, left, 0)
                 handed_on = tl.gather(successor, left, 0)
                 want_hash = tl.where((prev_slot != 0) & (prev_slot < num_slots), handed_on, prev_hash)
                 token, position = signed(token), signed(position)
-                want, reason = _reasons(token, position, prev_hash, want, start + i, want_hash, LOW_BITS)
+                want, reason = _reasons(token, position, prev_hash, want, start + i, want_hash, ASKED[3])
                 if EMIT:
                     counts = _put_down(
-                        (logs, log_entries, capacities, tags), counts, places, quarter, checked, reason, bad_kv,
-                        first_entry + i, (slot, position, token, want, prev_hash, want_hash), BUFFERS,
+                        ends[0], counts, ends[2], quarter, checked, reason, bad_kv, ends[1] + i,
+                        (slot, position, token, want, prev_hash, want_hash), buffers,
                     )  # fmt: skip
                 else:
                     missed_plan += (beyond & active).to(tl.int32)
                     missed_verify += (active & ((slot < 0) | (slot >= num_slots))).to(tl.int32)
                     missed_verify += (checked & (prev_slot >= num_slots)).to(tl.int32)
                     # A byte for each buffer: a lane has at most 255 tiles before they are summed.
-                    for b in tl.static_range(BUFFERS):
+                    for b in tl.static_range(buffers):
                         here = reason | ((bad_kv >> b) & 1)
                         rows_found += tl.where(checked & (here != 0), 1 << (8 * b), 0)
                     if tile - split * share == 254:
@@ -220,9 +226,9 @@ def check_unit(
                     failed_verify += tl.sum(missed_verify)
                     counts += _sum_bytes(rows_found, quarter)
         if not EMIT:
-            add_where_any(plan_failed, failed_plan)
-            for b in tl.static_range(BUFFERS):
-                add_where_any(verify_failed[b], failed_verify)
+            add_where_any(ends[0], failed_plan)
+            for b in tl.static_range(buffers):
+                add_where_any(ends[1][b], failed_verify)
                 if split == 0:
-                    add_where_any(slot_counters[b], prefix - start)
+                    add_where_any(ends[2][b], prefix - start)
     return counts

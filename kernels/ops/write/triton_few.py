@@ -77,16 +77,16 @@ def write_in_order(
                         if reason != 0:
                             for b in tl.static_range(buffers):
                                 store_rows(
-                                    logs[b], log_entries[b], capacities[b], tl.load(write_indexes[b]) + rows, reason != 0, i,
-                                    tags[b], slot, position, token, want, signed(running), want_at, reason,
+                                    (logs[b], log_entries[b], capacities[b], tags[b]), tl.load(write_indexes[b]) + rows,
+                                    reason != 0, i, (slot, position, token, want, signed(running), want_at), reason,
                                 )  # fmt: skip
                             rows += 1
                     if ASSERTS[1] and seed >= 0:
                         if position != before + 1:
                             for b in tl.static_range(buffers):
                                 store_rows(
-                                    logs[b], log_entries[b], capacities[b], tl.load(write_indexes[b]) + rows, seed >= 0,
-                                    i, tags[b], slot, position, token, token, signed(running), before + 1, 16,
+                                    (logs[b], log_entries[b], capacities[b], tags[b]), tl.load(write_indexes[b]) + rows,
+                                    seed >= 0, i, (slot, position, token, token, signed(running), before + 1), 16,
                                 )  # fmt: skip
                             rows += 1
                         before = position

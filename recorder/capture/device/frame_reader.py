@@ -137,9 +137,8 @@ class FrameReader:
         there = self._capture.counters[in_flight.counters]
         if not self._capture.on_gpu:
             return np.array(there.numpy()), self._fetch(in_flight.at, in_flight.layout.fixed)
-        torch = self._prepare(in_flight.layout.fixed)
-        with torch.cuda.stream(self._stream):
-            self._counters.copy_(there, non_blocking=True)
+        self._prepare(in_flight.layout.fixed)
+        self._counters.copy_(there, non_blocking=True)
         fixed = self._fetch(in_flight.at, in_flight.layout.fixed)
         return np.array(self._counters.numpy()), fixed
 
@@ -148,23 +147,22 @@ class FrameReader:
         if not self._capture.on_gpu:
             there: Int64Array = self._capture.frames[at : at + words].numpy()
             return there
-        torch = self._prepare(words)
-        with torch.cuda.stream(self._stream):
-            self._pinned[:words].copy_(self._capture.frames[at : at + words], non_blocking=True)
+        self._prepare(words)
+        self._pinned[:words].copy_(self._capture.frames[at : at + words], non_blocking=True)
         self._stream.synchronize()
         here: Int64Array = self._pinned[:words].numpy()
         return here
 
-    def _prepare(self, words: int) -> Any:
+    def _prepare(self, words: int) -> None:
         import torch
 
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=self._capture.frames.device)
+            torch.cuda.set_stream(self._stream)  # this thread's: to name it for each copy takes longer than the copy
             self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, pin_memory=True)
         if self._pinned is None or int(self._pinned.shape[0]) < words:
             size = 1 << max(words - 1, 1 << 16).bit_length()
             self._pinned = torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        return torch
 
 
 def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, int]:

@@ -69,11 +69,9 @@ RUNS = (
     GpuRun(name="eagle-recorded", eagle=True, canary=False),
     GpuRun(name="hybrid-off", model=HYBRID, canary=False, recorded=False),
     GpuRun(name="hybrid-recorded", model=HYBRID, canary=False),
-    # recurrent layers, whose pool the online canary does not know; its states are not watched on a GPU
-    GpuRun(name="recurrent-off", model="lfm2", canary=False, recorded=False),
-    GpuRun(name="recurrent-recorded", model="lfm2", canary=False),
-    GpuRun(name="recurrent-eager-off", model="lfm2", graph=False, canary=False, recorded=False),
-    GpuRun(name="recurrent-eager-recorded", model="lfm2", graph=False, canary=False),
+    # Mamba layers, whose pool the online canary does not know; their states are not watched on a GPU
+    GpuRun(name="recurrent-eager-off", model="falcon_h1", graph=False, canary=False, recorded=False),
+    GpuRun(name="recurrent-eager-recorded", model="falcon_h1", graph=False, canary=False),
     # beside the online canary
     GpuRun(name="none", sweep=4),
     GpuRun(name="none-page16-retract", page=16, sweep=4, retract=True),

@@ -25,7 +25,7 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16", "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
 HOOKS = ("begin_step", "capture", "after_model", "sampled", "before_model")
-REQUESTS, PROMPT, SHORT, LONG, ROUNDS = 32, 512, 8, 136, 8
+REQUESTS, PROMPT, SHORT, LONG, ROUNDS = 32, 512, 8, 136, 14
 
 seconds: Counter[str] = Counter()
 calls: Counter[str] = Counter()

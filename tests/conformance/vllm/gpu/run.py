@@ -36,16 +36,11 @@ from engine import ENVIRONMENT, environment, generate, import_engine  # noqa: E4
 from runs import RUNS, GpuRun  # noqa: E402
 
 OVERHEAD = tuple(
-    GpuRun(
-        name=f"overhead-{runner}-{kind}",
-        base="" if kind == "plain" else "none",
-        runner=runner,
-        graph="FULL_DECODE_ONLY",
-        history="off" if kind == "no-history" else "auto",
-    )
-    for runner in ("v2", "v1")
-    for kind in ("plain", "recorded", "no-history")
-)
+    GpuRun(name=f"overhead-{runner}-{processes}-{kind}", base=base, runner=runner, graph="FULL_DECODE_ONLY",
+           spawned=processes == "two")
+    for runner, processes in (("v2", "two"), ("v2", "one"), ("v1", "one"))
+    for kind, base in (("plain", ""), ("recorded", "none"))
+)  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -268,29 +263,28 @@ def overhead_lines(folder: Path) -> list[str]:
         "## What it costs",
         "",
         "The shape of Llama 3 8B (bfloat16), 32 requests of 512 cached tokens, full CUDA graphs, engines of one run that take",
-        "turns on one GPU, each in one process, front end and all. A decode step is the difference of two generations of 8 and",
-        "of 136 tokens; the medians of the turns count. The default settings have the history of slots. The three times are",
-        "what the thread that launches computes in a step, what the hooks of steps and samples take (the history's are not",
-        "among them), and what the recorder's own thread computes. Nobody waits for the device: what is left is that all of",
-        "them share Python's lock, and fill a step nearly.",
+        "turns on one GPU. A decode step is the difference of two generations of 8 and of 136 tokens; the medians of the turns",
+        "count. The settings are the default ones, with the history of slots. With two processes, as `vllm serve` has them, one",
+        "runs the engine alone; with one, the thread that launches is the front end too. The three times are what that thread",
+        "computes in a step, what the hooks of steps and samples take (the history's are not among them), and what the",
+        "recorder's own thread computes. Nobody waits for the device: what is left is that all of them share Python's lock.",
         "",
-        "| runner | settings | a step, ms | times as long | each turn, ms | launching thread, us | hooks, us | recorder's thread, us | tokens |",
-        "|---|---|--:|--:|---|--:|--:|--:|---|",
+        "| runner | processes | settings | a step, ms | times as long | each turn, ms | launching thread, us | hooks, us | recorder's thread, us | tokens |",
+        "|---|--:|---|--:|--:|---|--:|--:|--:|---|",
     ]
     for run in OVERHEAD:
-        one, plain = told_of.get(run.name), told_of.get(f"overhead-{run.runner}-plain")
+        one, plain = told_of.get(run.name), told_of.get(run.name.replace("recorded", "plain"))
         if one is None or plain is None:
             continue
         middle, base = statistics.median(one["steps_ms"]), statistics.median(plain["steps_ms"])
         each = f"{min(one['steps_ms']):.3f} to {max(one['steps_ms']):.3f}, of {len(one['steps_ms'])}"
         main, hooks = statistics.median(one["main_thread_cpu_us"]), sum(one["engine_thread_us"].values())
         spent = f"{main:.0f} | {hooks:.0f} | {one['background_cpu_us']:.0f}" if run.recorded else f"{main:.0f} | | "
-        settings = (
-            "unrecorded" if not run.recorded else "default" if run.history == "auto" else "`KVCANARY_HISTORY=off`"
-        )
+        spent = " | | " if run.spawned else spent  # it is the other process that computes
+        settings = "default" if run.recorded else "unrecorded"
         same = "" if not run.recorded else "the same" if one["tokens"] == plain["tokens"] else "**differ**"
         lines.append(
-            f"| {run.runner.upper()} | {settings} | {middle:.3f} | {middle / base:.4f} | {each} | {spent} | {same} |"
+            f"| {run.runner.upper()} | {1 + run.spawned} | {settings} | {middle:.3f} | {middle / base:.4f} | {each} | {spent} | {same} |"
         )
     return lines if told_of else []
 
