@@ -6,20 +6,21 @@ A `RemotePath` is asked as any path is; what goes wrong is an `OSError` whose `s
 
 import contextlib
 import errno
+import fnmatch
 import functools
 import os
-import random
 import re
 import stat
-import tempfile
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from threading import Lock
-from typing import IO, Any, Final, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ class RemotePath(PosixPath):
         """Yield what lies right below and has such a name, or below that by a name of its own; raise `OSError`."""
         first, _slash, rest = pattern.rstrip("/").partition("/")
         for found in self.iterdir():
-            if found.match(first) and (not rest or (found / rest).exists()):
+            if fnmatch.fnmatchcase(found.name, first) and (not rest or (found / rest).exists()):
                 yield found / rest if rest else found
 
     def samefile(self, other_path: Any) -> bool:
@@ -130,6 +131,8 @@ class RemotePath(PosixPath):
         """Return a copy without a name, for what is small beside a trace; raise `OSError`."""
         if mode != "rb":
             raise OSError(errno.EROFS, "a URL, and only `kvcanary ship` writes there", str(self))
+        import tempfile
+
         remote, at = RemoteFile(self, ahead=2), 0
         file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
         try:
@@ -204,7 +207,7 @@ def retried(path: Path, act: Callable[[], T]) -> T:
             if wait is None:
                 tries = len(WAITS_S) + 1
                 raise OSError(errno.EIO, f"failed {tries} times, last with: {_line(error)}", str(path)) from None
-            time.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311  # so that many readers do not come back at once
+            time.sleep(wait * (0.5 + os.urandom(1)[0] / 512))  # so that many readers do not come back at once
     raise AssertionError  # the last wait is None
 
 
@@ -242,6 +245,8 @@ class RemoteFile:
     """
 
     def __init__(self, path: RemotePath, *, ahead: int = 0) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # an engine that imports this module needs none
+
         self.path, self._ahead = path, ahead
         # Where headers alone are read little is fetched; behind that a request each is dear.
         self._chunk_bytes = 4 << 20 if ahead else 64 << 10

@@ -25,7 +25,7 @@ from ..trace.reader import TraceReader
 _PART_BYTES: Final = 4 << 20
 _BEGINNING_S: Final = 10.0  # after which a file that is written has its lock
 _SUMMARY: Final = "summary.json"  # last of a report: where it is, the report is whole
-_LEFT_HERE: Final = (".duckdb", ".wal", ".part", ".arrow")  # of a report: made again where it is read
+_LEFT_HERE: Final = (".duckdb", ".wal", ".partial", ".arrow")  # of a report: made again where it is read
 
 
 class Finished(NamedTuple):
