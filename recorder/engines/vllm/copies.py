@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from ....kernels.arrays import Int64Array
 from ...capture.engine_events import CopyEnds
-from ...capture.host_arrays import end_hashes, runs_to_slots
+from ...capture.host_arrays import end_hashes, on_host, runs_to_slots
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL
-from ..common.hooking import OnFault
+from ..common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
 from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
 
@@ -42,7 +42,7 @@ class Storage(Protocol):
 
     num_pages: int
 
-    def attach(self, copies: "ConnectorCopies", on_fault: OnFault) -> None:
+    def attach(self, copies: "ConnectorCopies") -> None:
         """Have the connector's saves and loads reported to `copies`."""
 
     def layers_here(self, group: VllmGroup) -> Sequence[Any]:
@@ -81,10 +81,22 @@ class ConnectorCopies:
         self._landed: list[Landed] = []
         self._late: list[tuple[int, Load, int]] = []  # looks left, load, which of its pages
         self._searches = SEARCHES
+        self._failed = False
+        self._on_fault: OnFault = lambda _hook, _error: None
 
     def attach(self, on_fault: OnFault) -> None:
-        """Hook the connector."""
-        self._storage.attach(self, on_fault)
+        """Hook the connector; once one hook has failed, nothing more is recorded of it, and what it loads is unknown."""
+        self._on_fault = on_fault
+        self._storage.attach(self)
+
+    def wrap(self, owner: Any, name: str, hook: Hook) -> None:
+        """Put a hook around a function of the connector's."""
+        wrap_method(owner, name, while_true(lambda: not self._failed, hook), self._fault)
+
+    def _fault(self, _: str, error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            self._failed, self._landed, self._late = True, [], []
+            self._on_fault("copies", error)
 
     def store(self, pages: list[Page], *, landed: bool) -> None:
         """Record that blocks are stored, as their slots are now; `landed` says that they lie elsewhere already."""
@@ -116,6 +128,18 @@ class ConnectorCopies:
 
     def before_model(self, names: Sequence[str], tables: Sequence[tuple[Any, int]]) -> None:
         """Record the loads for a step's requests that have ended, and those that land late."""
+        try:
+            self._look_again()
+            if self._landed:
+                rows = [on_host(table[: len(names)], wait=True) for table, _ in tables]
+                self._flush(
+                    ["", *names], {name: [set(table[r].tolist()) for table in rows] for r, name in enumerate(names)}
+                )
+        except Exception as error:  # noqa: BLE001  # the forwards go on without it
+            self._fault("before_model", error)
+
+    def _look_again(self) -> None:
+        """Record what has landed late."""
         late, self._late = self._late, []
         for left, load, at in late:
             page, there = load.pages[at], load.there[at : at + 1]
@@ -123,11 +147,6 @@ class ConnectorCopies:
                 self._record("landed late", TIER_HOST, [page], [0], TIER_POOL, there, there, whole=False)
             elif left > 1:
                 self._late.append((left - 1, load, at))
-        if self._landed:
-            rows = [np.asarray(table[: len(names)]) for table, _ in tables]
-            self._flush(
-                ["", *names], {name: [set(table[r].tolist()) for table in rows] for r, name in enumerate(names)}
-            )
 
     def flush(self, name: str, slots: Sequence[tuple[int, Int64Array]]) -> None:
         """Record the loads for a request that have ended, which were to go to slots of certain groups.
@@ -137,7 +156,10 @@ class ConnectorCopies:
         held = [set[int]() for _ in self._layout.groups]
         for index, loaded in slots:
             held[index].update((loaded // self._layout.groups[index].block_size).tolist())
-        self._flush([name], {name: held})
+        try:
+            self._flush([name], {name: held})
+        except Exception as error:  # noqa: BLE001  # the forwards go on without it
+            self._fault("flush", error)
 
     def _flush(self, names: Sequence[str], held: dict[str, list[set[int]]]) -> None:
         """Record the loads for certain requests ("" for any) that have ended; `held` are their blocks in each group."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..common.hooking import Finish, OnFault, wrap_method
+from ..common.hooking import Finish
 from .copies import Bytes, ConnectorCopies, Load, Page, Storage
 from .layout import VllmGroup, VllmLayout
 
@@ -35,7 +35,7 @@ class StepStorage:
         self._layers = layers
         self._under_way: dict[str, Load] = {}
 
-    def attach(self, copies: ConnectorCopies, on_fault: OnFault) -> None:
+    def attach(self, copies: ConnectorCopies) -> None:
         """Hook where the connector loads, has saved, and says what has ended."""
 
         def on_load(*_args: Any, **_kwargs: Any) -> Finish:
@@ -46,7 +46,7 @@ class StepStorage:
                     if self._beside(load.name):
                         self._under_way[load.name] = load
                     else:
-                        copies.end_load(load)
+                        self._end_load(copies, load)
 
             return finish
 
@@ -64,12 +64,19 @@ class StepStorage:
                 for name in (result[1] if isinstance(result, tuple) else None) or ():
                     load = self._under_way.pop(name, None)
                     if load is not None:
-                        copies.end_load(load)
+                        self._end_load(copies, load)
 
             return finish
 
         for name, hook in (("start_load_kv", on_load), ("wait_for_save", on_saved), ("get_finished", on_finished)):
-            wrap_method(self._connector, name, hook, on_fault)
+            copies.wrap(self._connector, name, hook)
+
+    def _end_load(self, copies: ConnectorCopies, load: Load) -> None:
+        """Report a load that has ended, but for the blocks of which the connector says that it failed."""
+        failed = set(getattr(self._terms, "failed", tuple)())
+        kept = [i for i, page in enumerate(load.pages) if page.block not in failed]
+        if kept:
+            copies.end_load(Load(load.name, [load.pages[i] for i in kept], load.there[kept], load.before[kept]))
 
     def _named(self, what: str) -> dict[str, list[Page]]:
         metadata, found = getattr(self._connector, "_connector_metadata", None), dict[str, list[Page]]()
@@ -159,7 +166,7 @@ class OffloadedBlocks:
         self.num_pages = int(handler.dst_tensors[0].shape[0]) * self._each
         self._jobs: dict[int, list[Page] | Load] = {}
 
-    def attach(self, copies: ConnectorCopies, on_fault: OnFault) -> None:
+    def attach(self, copies: ConnectorCopies) -> None:
         """Hook where jobs are submitted, and where they are said to have ended."""
 
         def on_store(job: int, here: Any, there: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -182,7 +189,7 @@ class OffloadedBlocks:
             return finish
 
         for name, hook in (("submit_store", on_store), ("submit_load", on_load), ("get_finished", on_finished)):
-            wrap_method(self._worker, name, hook, on_fault)
+            copies.wrap(self._worker, name, hook)
 
     def _paired(self, here: Any, there: Any) -> list[Page]:
         """Return a job's blocks with where each lies elsewhere: a chunk, and the place in it."""

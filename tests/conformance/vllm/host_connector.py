@@ -7,6 +7,7 @@ that it has or a part, and can fail; `kv_connector_extra_config` takes `when` ("
 
 from dataclasses import dataclass, field
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -154,3 +155,31 @@ class HostConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self):
         errors, self._errors = self._errors, set()
         return errors
+
+    def kvcanary_terms(self):
+        return Terms(self)
+
+
+class Terms:
+    """What the recorder is told of this connector, in the worker."""
+
+    def __init__(self, connector):
+        self._connector = connector
+
+    def stores(self, metadata):
+        return ((job.name, *block) for job in metadata.stores for block in job.blocks)
+
+    def loads(self, metadata):
+        return ((job.name, *block) for job in metadata.loads for block in job.blocks)
+
+    def beside(self, name):
+        return any(job.name == name for job in self._connector._under_way)
+
+    def failed(self):
+        return self._connector._errors
+
+    def there(self, group, key):
+        store = self._connector._store
+        if any((name, key) not in store for name in group.layers):
+            return None
+        return [store[name, key].transpose(0, 1).view(torch.int32).numpy() for name in group.layers]
