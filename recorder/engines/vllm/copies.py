@@ -77,7 +77,8 @@ class ConnectorCopies:
         self._layout = layout
         self._requests = requests
         self._recorder = recorder
-        self._pages: list[OrderedDict[Hashable, int]] = [OrderedDict() for _ in layout.groups]
+        # Of each group: key -> page of the host tier, block that was stored there.
+        self._pages: list[OrderedDict[Hashable, tuple[int, int]]] = [OrderedDict() for _ in layout.groups]
         self._landed: list[Landed] = []
         self._late: list[tuple[int, Load, int]] = []  # looks left, load, which of its pages
         self._searches = SEARCHES
@@ -108,7 +109,7 @@ class ConnectorCopies:
     def stored(self, pages: list[Page]) -> None:
         """Record what lies elsewhere of blocks whose store has ended."""
         kept = [page for page in pages if page.key in self._pages[page.group.index]]
-        there, hosts = self.hash_there(kept), [self._pages[page.group.index][page.key] for page in kept]
+        there, hosts = self.hash_there(kept), [self._pages[page.group.index][page.key][0] for page in kept]
         if there.any():
             self._record("stored", TIER_HOST, kept, hosts, TIER_HOST, np.zeros_like(there), there, whole=False)
 
@@ -167,7 +168,7 @@ class ConnectorCopies:
             self._landed.remove(one)
             load = one.load
             parts: dict[tuple[str, bool], list[int]] = {}
-            hosts = [self._pages[page.group.index].get(page.key, 0) for page in load.pages]
+            hosts = [self._pages[page.group.index].get(page.key, (0, 0))[0] for page in load.pages]
             for i, page in enumerate(load.pages):
                 holds = (name for name, blocks in held.items() if page.block in blocks[page.group.index])
                 holder = next(holds, "")
@@ -233,10 +234,10 @@ class ConnectorCopies:
     def _host_page(self, page: Page) -> int:
         """Return the page of the host tier that stands for a key; the one stored longest ago makes room."""
         pages, limit = self._pages[page.group.index], self._limit(page.group)
-        host = pages.pop(page.key, 0)
+        host, _ = pages.pop(page.key, (0, 0))
         if not host:
-            host = len(pages) + 1 if len(pages) < limit else pages.popitem(last=False)[1]
-        pages[page.key] = host
+            host = len(pages) + 1 if len(pages) < limit else pages.popitem(last=False)[1][0]
+        pages[page.key] = host, page.block
         return host
 
     def _limit(self, group: VllmGroup) -> int:
@@ -250,7 +251,8 @@ class ConnectorCopies:
             every = np.arange(group.block_size, group.num_slots, dtype=np.int64)
             changed = np.concatenate([every[:0], *(slots for _, slots, _ in kv.changes(every, every[:0]))])
             unknown = np.setdiff1d(every, kv.known_bytes(every)[0])
-            mine = [page.block for page in load.pages]
+            mine = [page.block for page in load.pages]  # and where it came from, which may hold it still
+            mine.append(self._pages[group.index].get(load.pages[at].key, (0, 0))[1])
             blocks = np.setdiff1d(np.concatenate([changed, unknown]) // group.block_size, mine)
             found = self.hash_here([Page(group, block, "") for block in blocks.tolist()]) == load.there[at]
             if found.any():

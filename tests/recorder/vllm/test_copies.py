@@ -1,0 +1,146 @@
+"""A connector's saves and loads as they are recorded: which slots, which pages of the host tier, what lay at both ends."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.engines.vllm.copies import ConnectorCopies
+from kvcanary.recorder.engines.vllm.storages import StepStorage
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import read_trace
+
+from .groups import group
+
+BLOCKS, SIZE = 8, 4
+
+
+class Connector:
+    """Keeps blocks by key; `lands[block]` is where a load goes instead."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self.kv, self.kept, self.lands = kv, {}, {}
+        self._connector_metadata = self.broken = None
+        self.errors: set[int] = set()
+
+    def start_load_kv(self) -> None:
+        for _, _, block, key in self._connector_metadata["loads"]:
+            if block not in self.errors:
+                self.kv[self.lands.get(block, block)] = self.kept[key]
+
+    def wait_for_save(self) -> None:
+        for _, _, block, key in self._connector_metadata["stores"]:
+            self.kept[key] = self.kv[block].clone()
+
+    def get_finished(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def stores(self, metadata: Any) -> Any:
+        if self.broken:
+            raise ValueError("other metadata than expected")
+        return metadata["stores"]
+
+    def loads(self, metadata: Any) -> Any:
+        return metadata["loads"]
+
+    def failed(self) -> set[int]:
+        return self.errors
+
+    def there(self, _: Any, key: str) -> Any:
+        return [self.kept[key].transpose(0, 1).view(torch.int32).numpy()] if key in self.kept else None
+
+
+class Played:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        kv = torch.arange(BLOCKS * 2 * SIZE * 8, dtype=torch.float32).reshape(BLOCKS, 2, SIZE, 8)
+        self.connector = Connector(kv)
+        own = replace(group(SIZE), num_blocks=BLOCKS, host_num_slots=3 * SIZE)
+        pool = PoolGroup(name="full", num_slots=BLOCKS * SIZE, page_size=SIZE, host_num_slots=3 * SIZE)
+        self.recorder = Recorder(path, TraceHeader(groups=(pool,), tables=(StateTable(rows=4, width=32),)))
+        self.copied: list[tuple[list[int], list[int]]] = []
+        kept = SimpleNamespace(copied=lambda _, src, dst, **__: self.copied.append((src.tolist(), dst.tolist())))
+        layout: Any = SimpleNamespace(groups=[own], kv=kept)
+        storage = StepStorage(self.connector, self.connector, {"l": SimpleNamespace(kv_cache=kv)}, layout)
+        requests: Any = {"r": SimpleNamespace(request_id=7)}
+        self.faults: list[str] = []
+        self.copies = ConnectorCopies(storage, layout, requests, self.recorder)
+        self.copies.attach(lambda hook, _: self.faults.append(hook))
+
+    def step(self, stores: Any = (), loads: Any = (), held: tuple[int, ...] = ()) -> None:
+        """A step that loads and then saves `(block, key)`; its request holds the blocks that are loaded, if not others."""
+        named = {"stores": stores, "loads": loads}
+        self.connector._connector_metadata = {n: [("r", 0, *one) for one in found] for n, found in named.items()}
+        self.connector.start_load_kv()
+        held = held or tuple(block for block, _ in loads) or (0,)
+        self.copies.before_model(("r",), [(torch.tensor([held]), SIZE)])
+        self.connector.wait_for_save()
+
+    def events(self) -> list[Any]:
+        self.recorder.close()
+        return [event for event in read_trace(self.path) if event.kind == "kv_copy"]
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    return Played(tmp_path / "t.arrow")
+
+
+def column(event: Any, name: str) -> list[int]:
+    return event.ints(f"copy_{name}").tolist()
+
+
+def test_what_was_stored_is_known_when_it_is_loaded(played: Played) -> None:
+    played.step(stores=[(2, "a"), (3, "b")])
+    played.step(loads=[(5, "b")])
+    store, load = played.events()
+    assert (column(store, "src"), column(store, "dst"), column(store, "count")) == ([8, 12], [4, 8], [4, 4])
+    assert column(store, "src_hash") == column(store, "dst_hash") and len(set(column(store, "src_hash"))) == 2
+    assert (column(load, "src"), column(load, "dst"), load.scalar("request_id")) == ([8], [20], 7)
+    assert column(load, "src_hash") == column(load, "dst_hash") == column(store, "src_hash")[1:]
+    assert column(load, "before_hash") != column(load, "src_hash")
+    assert played.copied[-1] == ([8, 9, 10, 11], [20, 21, 22, 23])
+
+
+def test_the_key_stored_longest_ago_makes_room(played: Played) -> None:
+    for block, key in ((2, "a"), (3, "b"), (4, "c")):  # two pages
+        played.step(stores=[(block, key)])
+    played.step(loads=[(5, "a")])
+    *stores, load = played.events()
+    assert [column(store, "dst") for store in stores] == [[4], [8], [4]]
+    assert column(load, "count") == [0] and column(load, "src_hash") == column(load, "dst_hash")
+
+
+@pytest.mark.parametrize("held", [(), (6,)], ids=["where it was not asked to", "where its request has nothing"])
+def test_a_load_that_lands_elsewhere(played: Played, held: tuple[int, ...]) -> None:
+    played.step(stores=[(2, "a")])
+    played.connector.lands = {} if held else {5: 6}
+    played.step(loads=[(5, "a")], held=held)
+    assert column(played.events()[-1], "landed") == [5 * SIZE if held else 6 * SIZE]
+
+
+def test_a_load_that_lands_late_and_one_that_fails(played: Played) -> None:
+    played.step(stores=[(2, "a")])
+    played.connector.lands = {5: 0}
+    played.step(loads=[(5, "a")])
+    played.step()
+    played.connector.kv[5] = played.connector.kept["a"]
+    played.step()
+    played.connector.errors = {4}
+    played.step(loads=[(4, "a")])
+    _, load, late = played.events()
+    assert column(load, "dst_hash") == column(load, "before_hash") != column(load, "src_hash")
+    assert (late.scalar("note"), column(late, "dst"), column(late, "count")) == ("landed late", [20], [0])
+    assert column(late, "dst_hash") == column(load, "src_hash")
+
+
+def test_a_hook_that_fails_ends_the_copies_alone(played: Played) -> None:
+    played.step(stores=[(2, "a")])
+    played.connector.broken = True
+    played.step(stores=[(3, "a")])  # another content under that key, which nobody has recorded
+    played.step(loads=[(5, "a")])
+    assert played.faults == ["copies"]
+    assert [event.scalar("note") for event in played.events()] == ["offload"]
