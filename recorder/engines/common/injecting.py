@@ -192,6 +192,12 @@ def injector_of(recorder: Any, injection: Injection | None) -> Injector | None:
     return found
 
 
+def check_injector(recorder: Any, injection: Injection | None) -> None:
+    """Say in the log that a fault was asked for which this recorder cannot inject."""
+    if injection is not None and injector_of(recorder, injection) is None:
+        logger.error("kvcanary: %s is not injected: faults are injected on the CPU alone", injection)
+
+
 def recorder_class(injection: Injection | None) -> Callable[..., Recorder]:
     """Return what makes a recorder: of an engine into which a fault is injected, one that can flip bytes."""
     if injection is None:

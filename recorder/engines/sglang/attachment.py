@@ -9,7 +9,7 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, StepCost, beside, while_true, wrap_method
-from ..common.injecting import injector_of
+from ..common.injecting import check_injector, injector_of
 from ..common.stopping import stop_tree
 from .history import knows_allocator
 from .hooks import not_applied, register_drafts
@@ -119,6 +119,7 @@ class SglangAttachment(EngineAttachment):
                 self.oracle = SglangOracle(sampler, recording.target, recording.requests)
                 self.oracle.injector = injector_of(recording.recorder, self._settings.inject)
         self.recording = recording
+        check_injector(recording.recorder, self._settings.inject)
         self.end_with_process()
 
     def _follow(self, scheduler: Any, recording: SglangRecording, allocator: Any) -> None:

@@ -8,7 +8,7 @@ from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
-from ..common.injecting import Injector, injector_of
+from ..common.injecting import Injector, check_injector, injector_of
 from ..common.stopping import stop_tree
 from .device import step_v1, step_v2
 from .injecting import redirect
@@ -72,6 +72,7 @@ class VllmAttachment(EngineAttachment):
                 oracle.injector = self._injector(recording)
                 self.oracles[runner] = oracle
         self.recordings[runner] = recording
+        check_injector(recording.recorder, self._settings.inject)
         # Neither runs in all the ways in which vLLM's processes end; the recorder's own goodbye is a third.
         multiprocessing.util.Finalize(None, recording.recorder.close, exitpriority=100)
         if self._started == 1:
