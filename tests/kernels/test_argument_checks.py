@@ -215,7 +215,7 @@ def test_only_what_results_go_to_must_be_writable(op: Any, make: Any, name: str)
     given = make()
     given[name] = readonly(given[name])
     if name in RESULTS[op]:
-        with pytest.raises(ValueError, match="read-only"):
+        with pytest.raises(ValueError, match="read-only, but results go there"):  # before anything is done
             op(**given)
     else:
         op(**given)

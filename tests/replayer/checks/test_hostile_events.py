@@ -121,6 +121,7 @@ def test_whole_pools_and_copies_to_the_host_are_welcome(tmp_path: Path) -> None:
     assert isinstance(known, SlotEvent)
     assert known.parts[0].slots.tolist() == [5, 6, 9, 3, 4, 5]
     assert known.parts[0].repeated.tolist() == [5]
+    assert known.row == -1
     view = event_view(tmp_path / "c.arrow", "kv_copy", **copies(group=[1], dst_tier=[1], dst=[90]))
     known = read_known_event(view, HEADER.groups)
     assert isinstance(known, CopyEvent)
