@@ -140,7 +140,7 @@ class KvCanary:
             return
         verdicts = [note["verdict"] for _, note in notes]
         counted = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted({*verdicts}))
-        terminalreporter.line(f"{len(notes)} replays after {len({test for test, _ in notes})} tests: {counted}")
+        terminalreporter.line(f"{len(notes)} replay(s) after {len({test for test, _ in notes})} test(s): {counted}")
         for test, note in notes:
             if note["verdict"] not in ("clean", "clean so far"):
                 terminalreporter.line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def collect_command(reports: tuple[Path, ...], table: Path, node: str, as_json: 
         click.echo(json.dumps({"table": str(table), "added": added, "failed": failed}, indent=2))
     else:
         say(f"added   {len(added):,} reports to {table}")
-        say(f"next    kvcanary sql {table} 'from kinds_by_version'")
+        say(f"next    {shlex.join(['kvcanary', 'sql', str(table), 'from kinds_by_version'])}")
     for reason in failed.values():
         say_error(reason)
     sys.exit(2 if failed else 0)

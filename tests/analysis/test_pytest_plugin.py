@@ -52,7 +52,7 @@ def test_an_incident_fails_its_test(tmp_path: Path) -> None:
     assert "FAILED test_engines.py::test_in_a_process_of_its_own - kvcanary: " in done.stdout
     kept = sorted(path.name for path in (tmp_path / ".kvcanary").rglob("*.arrow"))
     assert kept == ["child.arrow", "damaged.arrow"]
-    assert "3 replays after 3 tests: 1 clean, 2 corrupt" in done.stdout
+    assert "3 replay(s) after 3 test(s): 1 clean, 2 corrupt" in done.stdout
 
 
 def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
