@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Of the modules with what was held out.
-ROUNDS = ("held_out", "second_round")
+ROUNDS = ("held_out", "second_round", "third_round")
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
 

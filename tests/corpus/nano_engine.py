@@ -66,6 +66,7 @@ def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
     import engine as real
     import nano_second_round_bugs  # noqa: F401
+    import nano_third_round_bugs  # noqa: F401
     from bugs import BUGS
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -28,15 +28,19 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 import nano_second_round_bugs  # noqa: E402, F401
+import nano_third_round_bugs  # noqa: E402, F401
 import sglang_bugs  # noqa: E402, F401
 import sglang_held_out_bugs  # noqa: E402, F401
 import sglang_second_round_bugs  # noqa: E402, F401
+import sglang_third_round_bugs  # noqa: E402, F401
 import transformers_bugs  # noqa: E402, F401
 import transformers_held_out_bugs  # noqa: E402, F401
 import transformers_second_round_bugs  # noqa: E402, F401
+import transformers_third_round_bugs  # noqa: E402, F401
 import vllm_bugs  # noqa: E402, F401
 import vllm_held_out_bugs  # noqa: E402, F401
 import vllm_second_round_bugs  # noqa: E402, F401
+import vllm_third_round_bugs  # noqa: E402, F401
 import vllm_worker_bugs  # noqa: E402, F401
 from bugs import BUGS, H200, Bug, link  # noqa: E402
 
@@ -62,6 +66,7 @@ ROUND_NOTES = (
             "changed no byte; that recording was found clean."
         ),
     ),
+    ("951cce9", ""),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 CERTAIN = 0.7  # no wrong kind may be said with this

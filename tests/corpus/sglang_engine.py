@@ -107,6 +107,7 @@ def run(name: str, folder: Path) -> int:
     import sglang_bugs  # noqa: F401
     import sglang_held_out_bugs  # noqa: F401
     import sglang_second_round_bugs  # noqa: F401
+    import sglang_third_round_bugs  # noqa: F401
     from bugs import BUGS
     from engine import ENVIRONMENT, forked
 

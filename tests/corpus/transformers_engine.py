@@ -85,6 +85,7 @@ def run(name: str, folder: Path) -> int:
                 import transformers_bugs  # noqa: F401
                 import transformers_held_out_bugs  # noqa: F401
                 import transformers_second_round_bugs  # noqa: F401
+                import transformers_third_round_bugs  # noqa: F401
                 from bugs import BUGS
 
                 BUGS[name].patch(fired_in([]))

@@ -174,6 +174,7 @@ def run(name: str, folder: Path) -> int:
     import vllm_bugs  # noqa: F401
     import vllm_held_out_bugs  # noqa: F401
     import vllm_second_round_bugs  # noqa: F401
+    import vllm_third_round_bugs  # noqa: F401
     import vllm_worker_bugs  # noqa: F401
     from bugs import BUGS
 
