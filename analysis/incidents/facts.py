@@ -96,7 +96,8 @@ class Facts:
     them, `prefixes` the tokens before, by event and request. `wrote` holds where a request wrote a position of its last,
     by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
-    something was loaded from the host for a request. `late_samples` counts events with samples that came after their forward.
+    something was loaded from the host for a request. `strayed` holds, by event and request, the row that a request had when it
+    was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     """
 
@@ -110,6 +111,7 @@ class Facts:
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)
+    strayed: dict[tuple[int, int], int] = field(default_factory=dict)
     wrote: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     given: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     padding_nowhere: deque[int] = field(default_factory=lambda: deque(maxlen=4096))

@@ -286,6 +286,7 @@ class _Gathering(StateListener):
         if asked:
             self.facts.modes[forward.event] = forward.mode
         if forward.runner == 0:
+            self._note_strayed(forward.event, rows[inside], ids[inside])
             self._owner[rows[inside]] = ids[inside]
             self._length[rows[inside]] = (forward.prefix_lens + np.maximum(forward.extend_lens, 0))[inside]
         begun = ids[inside].tolist(), forward.prefix_lens[inside].tolist(), forward.extend_lens[inside].tolist()
@@ -332,6 +333,15 @@ class _Gathering(StateListener):
                 self._add(number, int(slots[i]), fact)
             if group.lut < 0 and mask[-1:].any() and bool((slots[real:] < 0).any()):
                 self.facts.padding_nowhere.append(forward.event)
+
+    def _note_strayed(self, event: int, rows: Int64Array, ids: Int64Array) -> None:
+        """Note the requests that are computed on the row of another one of the batch, which was not filled anew for them."""
+        owners = self._owner[rows]
+        moved = (owners != ids) & np.isin(owners, ids) & np.isin(ids, self._owner)
+        filled = [row for _, row, *_ in self._changed_rows]
+        for row, request_id in zip(rows[moved].tolist(), ids[moved].tolist(), strict=True):
+            if request_id in self._requests and row not in filled:
+                self.facts.strayed[event, request_id] = int(np.flatnonzero(self._owner == request_id)[0])
 
     def _judge_changed_rows(self, rows: Int64Array, ids: Int64Array) -> None:
         """Table entries that changed inside what a request had computed: its, if it goes on with its next forward."""

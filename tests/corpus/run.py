@@ -69,6 +69,7 @@ ROUND_NOTES = (
     ("951cce9", ""),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
+HIGH = 0.9  # nine of ten that are said with this should be right
 CERTAIN = 0.7  # no wrong kind may be said with this
 
 
@@ -236,11 +237,13 @@ def first_try(held_out: list[Outcome]) -> list[str]:
         sure = sum(row["kind"] not in bug.kinds and row["score"] >= CERTAIN for bug, row in rows)
         late = sum(not 0 <= row["found"] <= row["reads"] for _, row in rows)
         mean = sum(row["incidents"] for _, row in rows) / max(1, len(rows))
+        surely = [row["kind"] in bug.kinds for bug, row in rows if row["score"] >= HIGH]
         lines += [
             "",
             f"### Round {number}, rules of {rules}",
             "",
             f"- right kind first: **{right} of {len(rows)}** ({right / max(1, len(rows)):.1%}); a wrong kind with {CERTAIN} or more: **{sure}**; incidents a bug: **{mean:.2f}**; found late: {late}",
+            f"- said with {HIGH} or more: **{len(surely)}**, right **{sum(surely)}** ({sum(surely) / max(1, len(surely)):.0%})",
             *([f"- {note}"] if note else []),
             "",
             "| bug | engine | forward | kind | confidence | incidents |",

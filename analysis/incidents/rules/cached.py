@@ -223,8 +223,10 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
         # one slot's, and comes later.
         whole = not since or since[0].together > 1 or max(1, cluster.groups[0].page_size) == 1
         whole |= bool(since) and since[0].via < load.event
-        why = "whose transfer failed" if load.what == "receive_failed" else "and it holds something else"
-        said = f"{sign.reader} read {sign.place} in {sign.when} as loaded in event {load.event}, {why}"
+        why = "and its bytes are not those that were stored for it"
+        if load.what == "receive_failed":
+            why = "though that transfer failed"
+        said = f"{sign.reader} read {sign.place} in {sign.when}, which counts as loaded since event {load.event}, {why}"
         score = 0.94 if load.what == "receive_failed" else 0.91 if whole else 0.55
         return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
     return None

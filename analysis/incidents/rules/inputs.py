@@ -163,7 +163,7 @@ def _prompt_overwritten(cluster: Cluster) -> Diagnosis | None:
     sign = wrong[0]
     if cluster.facts.retracted_before(sign.request_id, sign.event):
         return None
-    said = f"{len(at)} tokens of one chunk of {sign.reader} are not the scheduler's in {sign.when}, from {sign.place} on: it "
+    said = f"{len(at)} tokens of a chunk of {sign.reader} were not fed as the scheduler has them in {sign.when}, from {sign.place} on: it "
     queries = (request_query(sign.request_id), events_query([sign.event]))
     return cluster.diagnosis(0.85, said + sign.detail, sign, queries=queries, cause=sign.event)
 

@@ -84,6 +84,11 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
         queries = (request_query(sign.request_id), events_query(sign.evidence))
         return cluster.diagnosis(0.97, said, sign, queries=queries, cause=sign.event)
     for other in cluster.head:
+        own = cluster.facts.strayed.get((other.event, other.request_id))
+        if own is not None:
+            said = f"{other.reader} was computed in {other.when} on a row that another request of the batch had; its own is row {own}: "
+            queries = (request_query(other.request_id), events_query([other.event]))
+            return cluster.diagnosis(0.97, said + other.place, other, queries=queries, cause=other.event)
         gone = cluster.facts.status_before(other.request_id, other.event)
         if other.mode and gone is not None and gone.status in ("aborted", "finished", "retracted"):
             said = f"{other.reader} was still being computed in {other.when} after it was {gone.status} in event "

@@ -78,7 +78,10 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
             continue
         if any(o.bits & CONTENT and (cluster.rewrite_of(o) or cluster.gave_up(o)) for o in cluster.head):
             continue  # its row is wrong, and with it the slots that come next
-        said = f"{sign.reader} wrote {sign.place} in {sign.when}, which the prefix cache holds since event {joined.event} or before: it "
+        holder = "it shares" if joined.what == "shared" else "the prefix cache holds"
+        said = (
+            f"{sign.reader} wrote {sign.place} in {sign.when}, which {holder} since event {joined.event} or before: it "
+        )
         return cluster.diagnosis(0.95, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
     return None
 
