@@ -174,9 +174,13 @@ class Cluster:
         A step that reads what it writes is recorded as two forwards, and the bytes are seen behind both.
         """
         head = [sign for sign in self.signs if sign.event == self.first.event]
+        here = {(sign.group, sign.slot) for sign in head}
+        if all(sign.kind == "token_bytes" for sign in head):
+            # Bytes that were other than the token's and that changed once more: they were not computed that way.
+            changed = next((s for s in self.signs if s.bits == KV_HASH and (s.group, s.slot) in here), None)
+            return head if changed is None else [sign for sign in self.signs if sign.event == changed.event]
         if all(sign.bits == KV_HASH for sign in head):
             then = [sign for sign in self.signs if sign.event == self.first.event + 1]
-            here = {(sign.group, sign.slot) for sign in head}
             if any(s.kind == "write_to_foreign_slot" and (s.group, s.slot) in here for s in then):
                 return then
         return head
@@ -206,7 +210,8 @@ class Cluster:
 
     def only_kv_hash(self) -> Sign | None:
         """Return the first violation if the head says nothing but that KV bytes are not those written."""
-        return self.first if all(sign.bits == KV_HASH for sign in self.head) else None
+        head = self.head
+        return head[0] if all(sign.bits == KV_HASH for sign in head) else None
 
     def group(self, sign: Sign) -> int:
         """Return a sign's pool group; of one that names the block table's slot, the first full group of its runner."""
