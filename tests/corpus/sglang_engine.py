@@ -123,7 +123,7 @@ def run(name: str, folder: Path) -> int:
             BUGS[name].patch(fired)
         generate(name.removeprefix("clean:") if clean else BUGS[name].setup, folder)
 
-    return forked(folder, {**ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces")}, go, 90.0)
+    return forked(folder, {**ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces")}, go, 240.0)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def run(name: str, folder: Path) -> int:
         finally:
             sys.stdout.flush()
             os._exit(status)
-    for _ in range(600):
+    for _ in range(1800):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)

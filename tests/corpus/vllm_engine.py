@@ -210,7 +210,7 @@ def run(name: str, folder: Path) -> int:
                     recorder.close()
             sys.stdout.flush()
             os._exit(status)
-    for _ in range(900):
+    for _ in range(2400):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
