@@ -38,6 +38,11 @@ class Search:
     def run(self) -> None:
         """Make the part smaller until nothing more can go, or the time is over, or Ctrl-C; `stopped` says which."""
         try:
+            if self.best.header.oracle is not None:
+                part = Part(replace(self.best.header, oracle=None), self.best.events, self.best.numbers)
+                if (shown := self.judge.without_oracle(part)) is None:
+                    return
+                self.best, self.shown = part, shown
             for name in _WITHOUT:
                 part = without(self.best, name)
                 if part.size() < self.best.size():

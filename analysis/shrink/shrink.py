@@ -190,4 +190,6 @@ def _proven(search: Search, whole: Shown, folder: Path) -> tuple[Part, bool, dic
         for row in found.incidents if same and kinds[0] == kinds[1] else ():
             if (row["kind"], row["first_forward"]) == (wanted["kind"], wanted["first_forward"]):
                 return part, slots, row
+    if search.best.header.oracle is not None:
+        raise NothingToShrinkError("only the token oracle shows the incident, and salted tokens have none")
     raise NothingToShrinkError("the incident does not show under other names of tokens and requests; please report it")
