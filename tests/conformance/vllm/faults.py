@@ -9,6 +9,7 @@ import random
 from types import SimpleNamespace
 
 import connector_faults
+from layer_faults import LayerFaults, install_value_faults
 
 EVERY = 9  # steps between two faults
 
@@ -116,21 +117,6 @@ def install_state_faults(injector, runner_class) -> None:
     mamba_utils.collect_mamba_copy_meta = faulty_collect
 
 
-def install_value_faults(injector) -> None:
-    """Have NaN put into what the model's last layer hands to the cache for one token."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    update = CPUAttentionBackendImpl.do_kv_cache_update
-
-    def faulty_update(impl, layer, key, value, kv_cache, slots):
-        if injector.in_flight and injector.in_flight[0][0] == layer.layer_name:
-            value = value.clone()
-            value[injector.in_flight.pop()[1], -1, 3] = float("nan")
-        return update(impl, layer, key, value, kv_cache, slots)
-
-    CPUAttentionBackendImpl.do_kv_cache_update = faulty_update
-
-
 def install_draft_faults(injector, runner_class) -> None:
     """Have the slots changed that a draft's first layers are given in a step."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -153,7 +139,7 @@ def install_draft_faults(injector, runner_class) -> None:
     SpecDecodeBaseProposer._get_slot_mapping = faulty_mapping
 
 
-class Injector:
+class Injector(LayerFaults):
     """Injects one kind of fault every few steps, at a random place of a random request."""
 
     def __init__(self, fault: str, seed: int) -> None:
@@ -297,26 +283,6 @@ class Injector:
         value = kv.view(blocks, heads, 2 * tokens, width // 2)[slot // size, 0, tokens + slot % size]
         value.view(torch.uint8)[self._rng.randrange(16)] ^= 0xFF
         return {"group": group, "position": position, "slot": slot, "count": 1}
-
-    def late_layer(self, runner, fed, row, name, prefix, at, extend):
-        """Change V of the model's last layer in all slots of a request's cached prefix, in every value."""
-        blocks = runner.input_batch.block_table[0]
-        if prefix < blocks.block_size:
-            return None
-        layer = runner.kv_cache_config.kv_cache_groups[0].layer_names[-1]
-        kv = runner.compilation_config.static_forward_context[layer].kv_cache
-        size, first = blocks.block_size, int(blocks.block_table.gpu[row, 0])
-        for position in range(prefix):
-            block = int(blocks.block_table.gpu[row, position // size])
-            both = kv.view(kv.shape[0], kv.shape[1], 2 * size, kv.shape[3] // 2)[block]
-            both[:, size + position % size] *= -1
-        return {"group": 0, "slot": first * size, "count": size}
-
-    def nan_value(self, runner, fed, row, name, prefix, at, extend):
-        """Have the model's last layer hand NaN to the cache, in V of one token."""
-        layers = runner.kv_cache_config.kv_cache_groups[0].layer_names
-        self.in_flight = [(layers[-1], at + extend - 1)]
-        return {"position": prefix + extend - 1, "layer": len(layers) - 1}
 
     def state_byte(self, runner, fed, row, name, prefix, at, extend):
         """Flip a byte of the recurrent state that a request goes on from in this step."""

@@ -1,0 +1,42 @@
+"""Faults of layers behind the first, put into a running vLLM; `Injector` in faults.py says when."""
+
+
+def install_value_faults(injector) -> None:
+    """Have NaN put into what the model's last layer hands to the cache for one token."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    update = CPUAttentionBackendImpl.do_kv_cache_update
+
+    def faulty_update(impl, layer, key, value, kv_cache, slots):
+        if injector.in_flight and injector.in_flight[0][0] == layer.layer_name:
+            value = value.clone()
+            value[injector.in_flight.pop()[1], -1, 3] = float("nan")
+        return update(impl, layer, key, value, kv_cache, slots)
+
+    CPUAttentionBackendImpl.do_kv_cache_update = faulty_update
+
+
+class LayerFaults:
+    """What an injector does to the model's last layer."""
+
+    in_flight: list
+
+    def late_layer(self, runner, fed, row, name, prefix, at, extend):
+        """Change V of the model's last layer in all slots of a request's cached prefix, in every value."""
+        blocks = runner.input_batch.block_table[0]
+        if prefix < blocks.block_size:
+            return None
+        layer = runner.kv_cache_config.kv_cache_groups[0].layer_names[-1]
+        kv = runner.compilation_config.static_forward_context[layer].kv_cache
+        size, first = blocks.block_size, int(blocks.block_table.gpu[row, 0])
+        for position in range(prefix):
+            block = int(blocks.block_table.gpu[row, position // size])
+            both = kv.view(kv.shape[0], kv.shape[1], 2 * size, kv.shape[3] // 2)[block]
+            both[:, size + position % size] *= -1
+        return {"group": 0, "slot": first * size, "count": size}
+
+    def nan_value(self, runner, fed, row, name, prefix, at, extend):
+        """Have the model's last layer hand NaN to the cache, in V of one token."""
+        layers = runner.kv_cache_config.kv_cache_groups[0].layer_names
+        self.in_flight = [(layers[-1], at + extend - 1)]
+        return {"position": prefix + extend - 1, "layer": len(layers) - 1}
