@@ -183,12 +183,17 @@ class SglangLayout:
             stream = KvStream(half=half, layer=numbers[0], bytes_per_token=size, capture_bytes=read)
             found.append((stream, KvSource(tensor=rows[0], page_size=1, bytes_per_token=size, read_bytes=read)))
             alike = all(row is not None and row.shape == rows[0].shape for row in rows)
-            if self._seed is not None and alike and rows[0].device.type == "cpu":
+            if self._seed is not None and alike and not on_gpu(rows[0]):
                 ids = numbers if len(numbers) == len(rows) else tuple(range(numbers[0], numbers[0] + len(rows)))
                 source = KvTensor(tensor=tuple(rows), axes="slot byte")
                 dtype = _dtype_of(pool, layers[0])
                 sampled.append((source.sampling_stream(half, layers=ids, seed=self._seed, dtype=dtype), source))
         return found + sampled
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Say whether a tensor lies on a GPU."""
+    return getattr(getattr(tensor, "device", None), "type", "") == "cuda"
 
 
 def own_slots(layout: SglangLayout, group: int, slots: Int64Array) -> Int64Array:

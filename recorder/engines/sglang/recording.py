@@ -23,7 +23,7 @@ from .forward import DeviceForwards, draft_steps, draft_tree, forward_input, mod
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
-from .layout import RunnerLayout, SglangLayout, describe_engine, own_slots
+from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
 from .recurrent import StateHooks
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .transfers import SglangTransfers, room_of
@@ -393,8 +393,3 @@ def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: Insid
             reason = "their positions, tokens and slots are worked out from what goes into the graph and comes out"
             not_watched.append(NotWatched(what="graph", name=name, reason=reason))
     return dataclasses.replace(header, runners=tuple(runners), not_watched=tuple(not_watched))
-
-
-def on_gpu(tensor: Any) -> bool:
-    """Say whether a tensor lies on a GPU."""
-    return getattr(getattr(tensor, "device", None), "type", "") == "cuda"
