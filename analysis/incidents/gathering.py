@@ -157,7 +157,8 @@ class _Gathering(StateListener):
         self._length = np.zeros(rows, np.int64)
         self._event = -1
         self._running: set[int] = set()  # wanted requests that had a forward since their last status
-        self._stored: dict[tuple[int, int], int] = {}  # by pool group and host slot
+        # By pool group and host slot: how often it was stored since it was read, and whether it was read since.
+        self._stored: dict[tuple[int, int], tuple[int, bool]] = {}
         self._changed_rows: list[tuple[int, int, int, int]] = []  # event, row, start, count
         self._tables = StateTables(header, backend="cpu", listener=self)
         self._bytes = ChangedBytes(header)
@@ -263,14 +264,18 @@ class _Gathering(StateListener):
             self._add(group, slot, Fact(event=self._event, what=what, request_id=request_id))
 
     def _copy(self, copy: SlotCopy) -> None:
-        """Note what was copied into wanted slots; of a load also how often its host slot was stored since it was read."""
+        """Note what was copied into wanted slots; of a load also how often its host slot was stored since it was read before that."""
         sources, targets = copy.src.tolist(), copy.dst.tolist()
         if copy.dst_tier != TIER_POOL:
             for target in targets:
-                self._stored[copy.group, target] = self._stored.get((copy.group, target), 0) + 1
+                times, read = self._stored.get((copy.group, target), (0, False))
+                self._stored[copy.group, target] = (1 if read else times + 1), False
             return
         for source, target in zip(sources, targets, strict=True):
-            times = 0 if copy.src_tier == TIER_POOL else self._stored.pop((copy.group, source), 0)
+            times = 0
+            if copy.src_tier != TIER_POOL:  # whoever reads it again reads what the first one did
+                times, _ = self._stored.get((copy.group, source), (0, True))
+                self._stored[copy.group, source] = times, True
             if self._slots[copy.group][target]:
                 what = "copied" if copy.src_tier == TIER_POOL else "loaded"
                 self._add(copy.group, target, Fact(event=self._event, what=what, via=source, together=times))
