@@ -65,5 +65,9 @@ class InjectedFaults:
                     break
 
     def _found(self, entry: dict[str, Any], forward: int, by: str) -> None:
+        if 0 <= entry["found_forward"] <= forward:
+            return
+        # What was sampled may be told of later than what came of it: an earlier forward may follow, but in the fault's own.
         entry.update(found_forward=forward, found_by=by)
-        self._open = [one for one in self._open if one[0] is not entry]
+        if forward == entry["forward"]:
+            self._open = [one for one in self._open if one[0] is not entry]

@@ -10,6 +10,8 @@ from kvcanary.cli import main
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.process.environment import read_environment
 from kvcanary.recorder.process.injection import FAULTS, SEEN_BY, Injection
+from kvcanary.replayer.report.findings import Finding
+from kvcanary.replayer.report.injected import InjectedFaults
 
 from ..support.engines.tiny_models import generate, model
 
@@ -67,3 +69,21 @@ def test_the_help_names_every_fault() -> None:
     text = CliRunner().invoke(main, ["inject", "--help"]).output
     assert all(fault in text for fault in FAULTS)
     assert "DAMAGES OUTPUTS" in text
+
+
+def test_what_is_told_of_late_is_found_in_its_forward_all_the_same() -> None:
+    faults = InjectedFaults()
+    faults.mark({"fault": "next_token_swap", "forward": 15, "request_ids": [7], "seen_by": ["oracle_token"]})
+    for forward in (14, 17, 16, 15, 16):
+        finding = Finding(kind="oracle_token", event=1, forward=forward, time_ns=0, request_id=7, detail="")
+        faults.findings([finding])
+    assert faults.listed == [
+        {
+            "fault": "next_token_swap",
+            "forward": 15,
+            "request": "",
+            "slot": -1,
+            "found_forward": 15,
+            "found_by": "oracle_token",
+        }
+    ]
