@@ -71,7 +71,7 @@ def page(rows: dict[str, str], failed: list[str], seconds: float) -> str:
             "A file has some 30 kB however little is in it: the format's columns."
         ),
         "",
-        f"- {len(rows)} of {len(rows) + len(failed)} were shrunk",
+        f"- {len(rows)} traces were run, at most {seconds:g} s each; {len(failed)} more could not be shrunk",
         f"- events left: {median(left):.1%} of them or less in half of the traces, {max(left):.0%} in the worst",
         f"- with ten events or less: {sum(int(after) <= _FEW for _, after in events)}",
         "",
@@ -81,6 +81,8 @@ def page(rows: dict[str, str], failed: list[str], seconds: float) -> str:
         "",
         "ended by: `time` if the time was over before no single event could be left out any more.",
     ]
+    if absent := [path.stem for path in traces("") if path.stem not in rows]:
+        lines += ["", f"Not in the table, since they were not run or show no incident: {', '.join(absent)}."]
     if failed:
         lines += ["", "## Not shrunk", "", *(f"- {line}" for line in failed)]
     return "\n".join(lines) + "\n"
