@@ -273,17 +273,20 @@ def drop_the_past(folder: Path, most_bytes: int) -> list[Path]:
     locks, every one is taken for that, and nothing is deleted.
     """
     recordings: dict[str, dict[Path, int]] = {}  # each one's segments with their numbers; -1 is its tail
-    for path in folder.glob("*.arrow"):
+    listed = {*folder.glob("*.arrow")}
+    for path in listed:
         found = split_segment_name(path)
         if found is not None and _is_ours(path):
             recordings.setdefault(found[0], {})[path] = found[1]
     over: list[tuple[int, int, int, Path]] = []
     total = 0
-    for segments in recordings.values():
+    for name, segments in recordings.items():
         tails = [path for path in tail_paths(next(iter(segments))) if path.is_file() and not path.is_symlink()]
         # Two, since the newest has no lock yet at the moment in which it is begun.
         newest = sorted(segments, key=segments.__getitem__)[-2:]
         live = _begins(newest) or any(is_being_written(path, unknown=True) for path in newest)
+        # A writer that went on to a new one meanwhile holds no lock on those that were listed.
+        live = live or not listed.issuperset(segments_of(folder / f"{name}.arrow"))
         for path, number in (segments | dict.fromkeys(tails, -1)).items():
             size, time_ns = _size_and_time(path)
             total += size

@@ -10,6 +10,7 @@ import pytest
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing import own_file
+from kvcanary.recorder.writing import segments as past
 from kvcanary.recorder.writing.own_file import hold
 from kvcanary.recorder.writing.segments import drop_the_past
 
@@ -93,6 +94,18 @@ def test_a_recording_that_is_just_being_cut_stays(tmp_path):
         hold(held.fileno())
         assert drop_the_past(tmp_path, 1) == []
     assert len(drop_the_past(tmp_path, 1)) == 3
+
+
+def test_a_recording_that_goes_on_while_it_is_looked_at_stays(tmp_path, monkeypatch):
+    leave(tmp_path, "live", 3, 900)
+
+    def goes_on(path, *, unknown):  # its writer has let go of what was listed, and writes the next one
+        leave(tmp_path, "live", 4, 900)
+        return False
+
+    monkeypatch.setattr(past, "is_being_written", goes_on)
+    assert drop_the_past(tmp_path, 1) == []
+    assert len(segments(tmp_path)) == 4
 
 
 def test_a_crash_loop_fills_a_folder_no_further(tmp_path):
