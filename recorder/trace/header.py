@@ -98,11 +98,9 @@ class KvStream:
         check_fields(self)
         captured, of = self.capture_bytes, self.bytes_per_token
         expect(captured <= of, f"capture_bytes is {captured}, expected at most bytes_per_token, {of}")
-        fits = not self.samples or (self.layers and captured == SAMPLE_BYTES)
-        expect(
-            bool(fits),
-            f"a stream with a seed has layers {self.layers} and {captured} capture_bytes, expected 16 of some",
-        )
+        fits = not self.samples or (bool(self.layers) and captured == SAMPLE_BYTES)
+        said = f"a stream with a seed has layers {self.layers} and {captured} capture_bytes, expected 16 of some"
+        expect(fits, said)
 
     @property
     def samples(self) -> bool:

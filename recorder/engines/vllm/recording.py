@@ -21,11 +21,11 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory, why_no_history
-from .copies import ConnectorCopies, Storage
+from .connectors.external import ExternalLoads, connector_of
+from .connectors.external import not_watched as connector_not_watched
+from .connectors.storages import Storage, storage_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
-from .external import ExternalLoads, connector_of
-from .external import not_watched as connector_not_watched
 from .layout import VllmLayout, describe_engine
 from .step import (
     AttentionReader,
@@ -39,7 +39,6 @@ from .step import (
     prompt_of,
     same_attention,
 )
-from .storages import storage_of
 
 logger = logging.getLogger("kvcanary")
 
@@ -80,8 +79,7 @@ class VllmRecording:
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
         self.drafts = DraftWrites(runner, layout, recorder)
-        copies = ConnectorCopies(storage, layout, self.requests, recorder) if storage is not None else None
-        self.external = ExternalLoads(connector, layout.groups, self.requests, recorder, scheduler, copies)
+        self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, storage)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
         self._open = False

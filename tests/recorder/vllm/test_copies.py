@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.capture.recorder import Recorder
-from kvcanary.recorder.engines.vllm.copies import ConnectorCopies
-from kvcanary.recorder.engines.vllm.storages import StepStorage
+from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies
+from kvcanary.recorder.engines.vllm.connectors.storages import StepStorage
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..common.hooking import Finish
+from ...common.hooking import Finish
+from ..layout import VllmGroup, VllmLayout
 from .copies import Bytes, ConnectorCopies, Load, Page, Storage
-from .layout import VllmGroup, VllmLayout
 
 
 def as_bytes(tensor: Any) -> Any:

@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.arrays import Int64Array
-from ...capture.engine_events import CopyEnds
-from ...capture.host_arrays import end_hashes, on_host, runs_to_slots
-from ...capture.recorder import Recorder
-from ...trace.schema import TIER_HOST, TIER_POOL
-from ..common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
-from .layout import VllmGroup, VllmLayout
-from .step import VllmRequests
+from .....kernels.arrays import Int64Array
+from ....capture.engine_events import CopyEnds
+from ....capture.host_arrays import end_hashes, on_host, runs_to_slots
+from ....capture.recorder import Recorder
+from ....trace.schema import TIER_HOST, TIER_POOL
+from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
+from ..layout import VllmGroup, VllmLayout
+from ..step import VllmRequests
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -10,15 +10,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ...capture.host_arrays import ragged_index
-from ...capture.recorder import Recorder
-from ...trace.header import NotWatched
-from ...trace.schema import RECEIVE, TransferStatus
-from ..common.hooking import Around, Hook, OnFault, around, wrap_method
+from .....kernels.arrays import Int64Array
+from ....capture.host_arrays import ragged_index
+from ....capture.recorder import Recorder
+from ....trace.header import NotWatched
+from ....trace.schema import RECEIVE, TransferStatus
+from ...common.hooking import Around, Hook, OnFault, around, wrap_method
+from ..layout import VllmGroup, VllmLayout
+from ..step import Step, VllmRequest, VllmRequests, table_read
 from .copies import ConnectorCopies, Storage
-from .layout import VllmGroup
-from .step import Step, VllmRequest, VllmRequests, table_read
 
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
 # prefix anew, over what the prefix cache holds of it.
@@ -48,21 +48,21 @@ class Load(NamedTuple):
 class ExternalLoads:
     """The loads of one runner's cache; `scheduler` is None if it runs in another process.
 
-    `copies` records what a connector that is known copies; what it loads is unknown before that.
+    What a connector that is known copies, with its `storage`, is recorded, too; what it loads is unknown before that.
     """
 
     def __init__(
         self,
         connector: str,
-        groups: Sequence[VllmGroup],
+        layout: VllmLayout,
         requests: VllmRequests,
         recorder: Recorder,
         scheduler: Any,
-        copies: ConnectorCopies | None,
+        storage: Storage | None,
     ) -> None:
-        self._copies = copies
+        self._copies = ConnectorCopies(storage, layout, requests, recorder) if storage is not None else None
         self._connector = connector
-        self._groups = groups
+        self._groups = layout.groups
         self._requests = requests
         self._recorder = recorder
         self._scheduler = scheduler
