@@ -21,9 +21,10 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory, why_no_history
+from .connectors.copies import Storage
 from .connectors.external import ExternalLoads, connector_of
 from .connectors.external import not_watched as connector_not_watched
-from .connectors.storages import Storage, storage_of
+from .connectors.storages import storage_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
 from .layout import VllmLayout, describe_engine
