@@ -58,10 +58,16 @@ def run_forked(run: Run, folder: Path, timeout_s: float) -> int:
         command = [sys.executable, __file__, json.dumps({"setup": run.setup, "fault": run.fault, "seed": run.seed})]
         command += [str(folder), *([] if run.recorded else ["--unrecorded"])]
         with (folder / "log").open("w") as log:
-            done = subprocess.run(
-                command, stdout=log, stderr=log, timeout=timeout_s, check=False, env=environment(run, folder)
+            # In a group of its own: the engine core and the worker must end with it.
+            engine = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment(run, folder), start_new_session=True
             )
-        return done.returncode
+        try:
+            return engine.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
+            return -1
     pid = os.fork()
     if pid == 0:
         status = 1
