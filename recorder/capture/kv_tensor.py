@@ -67,7 +67,12 @@ class KvTensor:
         captured = each * len(layers)
         several = layers if len(layers) > 1 else ()
         return KvStream(
-            half=half, layer=layers[0], layers=several, bytes_per_token=self.bytes_per_token, capture_bytes=captured
+            half=half,
+            layer=layers[0],
+            layers=several,
+            bytes_per_token=self.bytes_per_token,
+            capture_bytes=captured,
+            dtype=str(self.tensors[0].dtype).removeprefix("torch."),
         )
 
     def sampling_stream(self, half: str, *, layers: tuple[int, ...], seed: int, dtype: str = "") -> KvStream:

@@ -1,7 +1,8 @@
 """What a token's V in a first layer is: the same wherever the token stands, under one adapter and one set of weights.
 
 So a trace is its own oracle, without a model. It is asked a file at a time, and how far equal tokens' bytes differ where nothing is
-wrong (another batch, another kernel) is learnt from the file itself.
+wrong (another batch, another kernel) is learnt from the file itself: from repeats at another position behind another token, since
+a prompt that comes again has the same bytes also where V follows from more than the token.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ from ..report.findings import Cause, Finding, counted, evidence, of_request
 from .check import Covered, HistoryCheck, register
 from .history import History
 
-# How much of a row's largest value rounding changes: equal tokens in other batches may differ by so much and be right.
-_ROUNDING: Final = {"float32": 2.0**-12, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+# How much of a row's largest value rounding changes: equal tokens in other batches may differ by so much and be right. A float32's
+# product may be one of tf32.
+_ROUNDING: Final = {"float32": 2.0**-8, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 64  # repeats from which anything can be learnt
@@ -30,24 +32,29 @@ _MAX_TOKENS: Final = 1 << 18  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
 _NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc", "request_ids", "extend_lens"})
 # Columns of a place.
-_EVENT, _FORWARD, _TIME, _REQUEST, _ROW, _POSITION, _SLOT = range(7)
+_EVENT, _FORWARD, _TIME, _REQUEST, _ROW, _POSITION, _SLOT, _BEFORE = range(8)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What is remembered of a stream: of each key, ascending, the last bytes, those before them, and where the last stand.
+    """What is remembered of a stream: of each key, ascending, the last bytes, those before them, and where both stand.
 
-    `pairs` counts repeats, `by` how far those that are not equal differ, `found` those that differ by more than rounding: by
-    how much, the place, and the place of the token before.
+    `pairs` counts repeats that tell something, `by` how far those of them that are not equal differ, `found` all that differ by
+    more than rounding: by how much, the place, the place of the token before, and the key. `alike` has by identity the events
+    `[n, 2]` from one to the other of which a token came again with the bytes that it had: weights and adapter are the same.
+    `right` are identity and event of forwards that wrote such tokens.
     """
 
     keys: Int64Array
     rows: ByteArray
     older: ByteArray
     places: Int64Array
+    older_places: Int64Array
     pairs: int = 0
     by: list[npt.NDArray[np.float64]] = field(default_factory=list)
     found: list[tuple[float, list[int], list[int], int]] = field(default_factory=list)
+    alike: dict[int, Int64Array] = field(default_factory=dict)
+    right: set[tuple[int, int]] = field(default_factory=set)
 
 
 @register
@@ -56,7 +63,9 @@ class TokenBytes(HistoryCheck):
 
     That V follows from the token alone: a request that is computed with another's adapter, or by weights that have been
     replaced, leaves records, hashes and tables right, and shows nowhere else. Judged are requests that declare their adapter
-    and no media, in a file whose repeats show that the engine computes so: at least 64, seven of ten alike.
+    and no media, in a file whose repeats at other positions, behind other tokens, show that the engine computes so: at least
+    64, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew, unseen; nor, where
+    requests do not declare their weights, a forward of which all tokens differ.
     """
 
     kind = "token_bytes"
@@ -67,10 +76,11 @@ class TokenBytes(HistoryCheck):
         super().__init__(history)
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._identities: dict[tuple[int, int | None], int] = {}
+        self._weights_known: set[int] = set()
 
     def batch(self, batch: TraceBatch) -> None:
         header, table = self.history.header, self.history.request_table
-        if header.tokens != "plain" or header.model.dtype not in _ROUNDING or not table.declared:
+        if header.tokens != "plain" or not table.declared:
             return
         for runner, known in enumerate(header.runners):
             for number, (group, stream) in enumerate(header.streams(runner)):
@@ -78,22 +88,23 @@ class TokenBytes(HistoryCheck):
                     stream.half == "V"
                     and not stream.samples
                     and stream.layer_of(0) == 0
+                    and stream.dtype in _ROUNDING
                     and not _NEEDED & set(known.derived)
                 ):
                     written = self._written(batch, table, runner, number, header.groups[group].table)
                     if written is not None:
-                        self._compare((runner, number), *written)
+                        self._compare((runner, number), stream.dtype, *written)
 
     def ends(self) -> Iterator[Finding]:
         """Judge a file by what it has shown, and forget it."""
         for (runner, number), stream in self._streams.items():
-            yield from self._judge(runner, self.history.header.streams(runner)[number][0], stream)
+            yield from self._judge(runner, number, stream)
         self._streams.clear()
 
     def _written(
         self, batch: TraceBatch, table: RequestTable, runner: int, stream: int, block_table: int
     ) -> tuple[Int64Array, ByteArray, Int64Array] | None:
-        """Return key `[n]`, bytes `[n, width]` and place `[n, 7]` of the tokens of known identity that forwards wrote."""
+        """Return key `[n]`, bytes `[n, width]` and place `[n, 8]` of the tokens of known identity that forwards wrote."""
         header = self.history.header
         widths = [one.capture_bytes for _, one in header.streams(runner)]
         of = np.flatnonzero((np.array(batch.kinds) == "forward") & (batch.scalar_ints("runner") == runner))
@@ -136,7 +147,7 @@ class TokenBytes(HistoryCheck):
             batch.scalar_ints("time_ns")[of][forward],
         ]
         columns += [ids[owner[known]], rows[owner[known]], _parts(batch, "positions", of)[known]]
-        columns.append(batch.values("out_cache_loc")[slots])
+        columns += [batch.values("out_cache_loc")[slots], _before(owner, ids, token, _parts(batch, "positions", of))[known]]
         return (identity << 40 | token)[known][filled], data[filled], np.stack(columns, axis=1)[filled]
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
@@ -159,68 +170,87 @@ class TokenBytes(HistoryCheck):
         for kind, _, _, value in identity.values.tolist():
             name = IDENTITY_KINDS[kind] if 0 <= kind < len(IDENTITY_KINDS) else ""
             values[name] = values.get(name, 0) | value
-        if "adapter" not in values or values.get("media"):
+        if "adapter" not in values or values.get("media", 1):
             return -1
-        return self._identities.setdefault((values["adapter"], values.get("weights")), len(self._identities))
+        number = self._identities.setdefault((values["adapter"], values.get("weights")), len(self._identities))
+        if "weights" in values:
+            self._weights_known.add(number)
+        return number
 
-    def _compare(self, name: tuple[int, int], keys: Int64Array, data: ByteArray, places: Int64Array) -> None:
+    def _compare(
+        self, name: tuple[int, int], dtype: str, keys: Int64Array, data: ByteArray, places: Int64Array
+    ) -> None:
         """Compare each token with the one before it that has the same key, and remember the last."""
         if not len(keys):
             return
         known = self._streams.get(name)
         if known is None:
-            known = self._streams[name] = _Stream(keys[:0], data[:0], data[:0], places[:0])
+            known = self._streams[name] = _Stream(keys[:0], data[:0], data[:0], places[:0], places[:0])
         # What is remembered stands in front, the older bytes first: each token then has its two before it.
         twice = np.concatenate([known.keys, known.keys, keys])
         order = np.argsort(twice, kind="stable")
         rows = np.concatenate([known.older, known.rows, data])[order]
-        places = np.concatenate([known.places, known.places, places])[order]
+        places = np.concatenate([known.older_places, known.places, places])[order]
         keys = twice[order]
         new = order >= 2 * len(known.keys)
         same = np.append(False, keys[1:] == keys[:-1])
-        known.pairs += int((same & new).sum())
-        differ = np.flatnonzero(same & new)
-        differ = differ[(rows[differ] != rows[differ - 1]).any(axis=1)]
-        by = self._by(rows[differ], rows[differ - 1])
-        known.by.append(by)
+        tells = np.append(False, (places[1:, [_POSITION, _BEFORE]] != places[:-1, [_POSITION, _BEFORE]]).all(axis=1))
+        tells &= same & new & (places[:, _BEFORE] >= 0) & (np.roll(places[:, _BEFORE], 1) >= 0)
+        known.pairs += int(tells.sum())
+        other = np.append(False, (rows[1:] != rows[:-1]).any(axis=1))
+        differ = np.flatnonzero(same & new & other)
+        by = _differ_by(rows[differ], rows[differ - 1], dtype)
+        known.by.append(by[tells[differ]])
+        alike = same & new
+        alike[differ] = by <= _ROUNDING[dtype]
+        ends, begins = (places[np.flatnonzero(alike) - n, _EVENT] for n in (0, 1))
+        spans, of = np.stack([begins, ends], axis=1), keys[alike] >> 40
+        known.right.update(map(tuple, np.unique(np.stack([of, ends], axis=1), axis=0).tolist()))
         for at, much in zip(differ.tolist(), by.tolist(), strict=True):
-            if much <= _ROUNDING[self.history.header.model.dtype] or len(known.found) >= _MAX_TOKENS:
+            if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
                 continue
             if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
-                continue  # the one in between was wrong, and was found
-            known.found.append((much, places[at].tolist(), places[at - 1].tolist(), int(keys[at]) & (1 << 40) - 1))
+                # The one in between was wrong, and was found.
+                spans = np.append(spans, [[places[at - 2, _EVENT], places[at, _EVENT]]], axis=0)
+                of = np.append(of, keys[at] >> 40)
+                continue
+            known.found.append((much, places[at].tolist(), places[at - 1].tolist(), int(keys[at])))
+        for identity in np.unique(of).tolist():
+            before = known.alike.get(identity, spans[:0])
+            known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
         last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))
         if len(last) > _MAX_TOKENS or sum(map(len, known.by)) > _MAX_DIFFERENCES:
             last = last[:0]
         older = np.where(same[last], last - 1, last)
-        known.keys, known.rows, known.older, known.places = keys[last], rows[last], rows[older], places[last]
+        known.keys, known.rows, known.older = keys[last], rows[last], rows[older]
+        known.places, known.older_places = places[last], places[older]
 
-    def _by(self, one: ByteArray, other: ByteArray) -> npt.NDArray[np.float64]:
-        """Return how far rows differ, as a part of their largest value, `[n]`."""
-        a, b = (_values(rows, self.history.header.model.dtype) for rows in (one, other))
-        with np.errstate(invalid="ignore", over="ignore"):
-            largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
-            found = np.abs(a - b).max(axis=1, initial=0) / np.maximum(largest, 1e-30)
-        return np.where(np.isnan(found), 1.0, found)
+    def _same_weights(self, stream: _Stream, identity: int, begin: int, end: int) -> bool:
+        """Say whether other tokens show that from one event to another an identity's weights and adapter were not replaced."""
+        spans = stream.alike.get(identity, np.empty((0, 2), np.int64))
+        spanned = bool(((spans[:, 0] <= begin) & (end <= spans[:, 1])).any())
+        return spanned and (identity in self._weights_known or (identity, end) in stream.right)
 
-    def _judge(self, runner: int, group: int, stream: _Stream) -> Iterator[Finding]:
+    def _judge(self, runner: int, number: int, stream: _Stream) -> Iterator[Finding]:
         by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
         equal, most = stream.pairs - len(by), int(_MOST * stream.pairs)
         noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
-        limit = max(_ROUNDING[self.history.header.model.dtype], _NOISE * noise)
+        limit = max(_ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
         too_few = stream.pairs < _FEWEST
         if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
             return
         together: dict[tuple[int, int], list[Any]] = {}
         for one in stream.found:
-            if one[0] > limit:
+            # Else nothing shows that weights and adapter were those of before.
+            if one[0] > limit and self._same_weights(stream, one[3] >> 40, one[2][_EVENT], one[1][_EVENT]):
                 together.setdefault((one[1][_EVENT], one[1][_REQUEST]), []).append(one)
         names = self.history.request_table
         for (event, request), members in together.items():
-            much, place, before, token = members[0]
+            much, place, before, key = members[0]
+            token = key & (1 << 40) - 1
             detail = (
                 f"wrote token {token} with other bytes than request {names.name(before[_REQUEST])} in forward "
-                f"{before[_FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats {len(by[by > limit]):,} do"
+                f"{before[_FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats elsewhere {len(by[by > limit]):,} do"
             )
             yield Finding(
                 kind=self.kind,
@@ -228,7 +258,7 @@ class TokenBytes(HistoryCheck):
                 forward=place[_FORWARD],
                 time_ns=place[_TIME],
                 runner=runner,
-                group=group,
+                group=self.history.header.streams(runner)[number][0],
                 **of_request(names, request),
                 req_pool_idx=place[_ROW],
                 position=place[_POSITION],
@@ -245,6 +275,33 @@ def _parts(batch: TraceBatch, name: str, of: Int64Array) -> Int64Array:
     offsets = batch.offsets(name)
     found: Int64Array = batch.values(name)[ragged_index(offsets[of], offsets[of + 1] - offsets[of])]
     return found
+
+
+def _before(owner: Int64Array, ids: Int64Array, tokens: Int64Array, positions: Int64Array) -> Int64Array:
+    """Return the token in front of each, in its request, `[n]`; -1 where it is not the one that was written before it."""
+    request = np.append(ids, -1)[owner]
+    order = np.argsort(request, kind="stable")
+    follows = (np.diff(request[order]) == 0) & (np.diff(positions[order]) == 1)
+    found = np.full(len(tokens), UNKNOWN_TOKEN, np.int64)
+    found[order[1:][follows]] = tokens[order[:-1][follows]]
+    return found
+
+
+def _joined(spans: Int64Array) -> Int64Array:
+    """Return spans `[n, 2]` with those that touch made one, ascending."""
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    furthest = np.maximum.accumulate(spans[:, 1])
+    new = np.append(True, spans[1:, 0] > furthest[:-1])
+    return np.stack([spans[new, 0], furthest[np.append(np.flatnonzero(new)[1:], len(spans)) - 1]], axis=1)
+
+
+def _differ_by(one: ByteArray, other: ByteArray, dtype: str) -> npt.NDArray[np.float64]:
+    """Return how far rows differ, as a part of their largest value, `[n]`."""
+    a, b = (_values(rows, dtype) for rows in (one, other))
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
+        found = np.abs(a - b).max(axis=1, initial=0) / np.maximum(largest, 1e-30)
+    return np.where(np.isnan(found), 1.0, found)
 
 
 def _values(rows: ByteArray, dtype: str) -> npt.NDArray[np.float32]:

@@ -180,13 +180,13 @@ class SglangLayout:
                 return []
             size = int(rows[0].shape[1])
             read = min(self._settings.capture_bytes, size)
-            stream = KvStream(half=half, layer=numbers[0], bytes_per_token=size, capture_bytes=read)
+            dtype = _dtype_of(pool, layers[0])
+            stream = KvStream(half=half, layer=numbers[0], bytes_per_token=size, capture_bytes=read, dtype=dtype)
             found.append((stream, KvSource(tensor=rows[0], page_size=1, bytes_per_token=size, read_bytes=read)))
             alike = all(row is not None and row.shape == rows[0].shape for row in rows)
             if self._seed is not None and alike and not on_gpu(rows[0]):
                 ids = numbers if len(numbers) == len(rows) else tuple(range(numbers[0], numbers[0] + len(rows)))
                 source = KvTensor(tensor=tuple(rows), axes="slot byte")
-                dtype = _dtype_of(pool, layers[0])
                 sampled.append((source.sampling_stream(half, layers=ids, seed=self._seed, dtype=dtype), source))
         return found + sampled
 

@@ -128,6 +128,7 @@ class KvCapture:
                     bytes_per_token=source.bytes_per_token,
                     capture_bytes=source.read_bytes,
                     origin=origin,
+                    dtype=cache_dtype(layer, kv),
                 )
             )
         if streams:

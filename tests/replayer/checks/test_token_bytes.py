@@ -1,10 +1,17 @@
 """Equal tokens have equal V in a first layer: what differs from that is found, what is rounding or follows from more is not."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
 from kvcanary.analysis.shrink.proof import write_part
+from kvcanary.recorder.capture.engine_events import IdentityValue
+from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.kv_tensor import KvTensor
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.trace.header import ModelInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
@@ -12,14 +19,29 @@ from ...support.places import DATA
 
 CLEAN = DATA / "corpus" / "vllm-clean-llama-salts.arrow"
 FORWARD = 20  # a decode of several requests, late enough for their tokens to have come before
+IDENTITY = ("identity_kind", "identity_start", "identity_count", "identity_hash")
+WEIGHTS, MEDIA = 2, 3
+LATE = 36  # from here on fewer than three repeats in ten are left
 V = 1  # its stream: 16 bytes a token, behind those of K
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    """A clean run's header and events."""
+    """A clean run's header and events, of requests that declare their weights."""
     stream, copies = SegmentStream([CLEAN]), EventCopies()
-    return stream.header, [copies.copy(view) for view, _ in views_of(stream.stream())]
+    events = [copies.copy(view) for view, _ in views_of(stream.stream())]
+    for event in events:
+        if len(event.ints.get("identity_kind", ())):
+            for name, value in zip(IDENTITY, (WEIGHTS, 0, 0, 5), strict=True):
+                event.ints[name] = np.append(event.ints[name], value)
+    return said(stream.header), events
+
+
+def said(header, dtype="float32", **changes):
+    """The header as one that says what the bytes are."""
+    group = header.groups[0]
+    streams = tuple(replace(stream, dtype=dtype) for stream in group.streams)
+    return replace(header, groups=(replace(group, streams=streams), *header.groups[1:]), **changes)
 
 
 def values(event):
@@ -70,14 +92,40 @@ def followed_by_more(event):
 
 def undeclared(event):
     of_other_weights(event)
-    for name in [name for name in event.ints if name.startswith("identity_")]:
+    for name in set(IDENTITY) & set(event.ints):
         del event.ints[name]
+
+
+def forget(event, kind):
+    """A request does not declare one thing that its KV depends on."""
+    if "identity_kind" in event.ints:
+        kept = event.ints["identity_kind"] != kind
+        event.ints.update({name: event.ints[name][kept] for name in IDENTITY})
+
+
+def of_unknown_media(event):
+    """SGLang's requests declare none if an item has no hash, or nobody knows where it stands."""
+    of_other_weights(event)
+    forget(event, MEDIA)
+
+
+def loaded_anew(event):
+    """Weights, or an adapter under its name, are replaced, and nobody says so."""
+    if event.kind == "forward" and event.scalars["forward"] >= LATE:
+        values(event)[:] *= 0.5
+
+
+def swapped_for_a_while(event):
+    """Weights that no request declares are others for some forwards, and then the old ones."""
+    forget(event, WEIGHTS)
+    if event.kind == "forward" and FORWARD <= event.scalars["forward"] < FORWARD + 4:
+        values(event)[:] *= 0.5
 
 
 def of_media(event):
     of_other_weights(event)
     if event.kind == "request" and "identity_kind" in event.ints:
-        event.ints["identity_hash"] = np.where(event.ints["identity_kind"] == 3, 7, event.ints["identity_hash"])
+        event.ints["identity_hash"] = np.where(event.ints["identity_kind"] == MEDIA, 7, event.ints["identity_hash"])
 
 
 def of_adapters(event):
@@ -89,7 +137,13 @@ def of_adapters(event):
         values(event)[: len(owners)] *= (1 + owners)[:, None]
 
 
-@pytest.mark.parametrize("change", [rounded, followed_by_more, undeclared, of_media, of_adapters])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(rounded, followed_by_more, undeclared, of_media, of_adapters),
+        *(of_unknown_media, loaded_anew, swapped_for_a_while),
+    ],
+)
 def test_what_may_differ_is_not_found(recorded, tmp_path, change):
     assert judged(recorded, tmp_path, change, checks=("token_bytes",))[:2] == ({}, 0)
 
@@ -102,3 +156,58 @@ def test_tokens_of_another_adapter_are_found(recorded, tmp_path):
 
     found, violations, _ = judged(recorded, tmp_path, mixed_up, checks=("token_bytes",))
     assert list(found) == ["token_bytes"] and violations == 0
+
+
+@pytest.mark.parametrize("dtype", ["", "bytes", "float8_e4m3fn", "float32"])
+def test_bytes_that_are_not_said_to_be_floats_of_16_or_32_bits_are_not_judged(recorded, tmp_path, dtype):
+    """A cache may keep 8-bit floats of a model in bfloat16: one more in a byte is then another value altogether."""
+    header, events = recorded
+    changed = said(header, dtype, model=replace(header.model, dtype="float32"))
+    found, *_ = judged((changed, events), tmp_path, of_other_weights, checks=("token_bytes",))
+    assert list(found) == (["token_bytes"] if dtype == "float32" else [])
+
+
+def of_position(tokens, positions):
+    return tokens + 0.37 * positions
+
+
+def of_token_before(tokens, positions):
+    return tokens + 0.37 * np.append(0, tokens[:-1])
+
+
+@pytest.mark.parametrize("computed", [of_position, of_token_before])
+def test_a_prompt_that_comes_again_does_not_show_that_v_follows_from_the_token_alone(tmp_path, computed):
+    """As where positions are embedded (GPT-2, OPT), or n-grams of tokens; most of the traffic is one prompt."""
+    kv = np.zeros((2, 64, 4), np.float32)
+    half = [KvTensor(tensor=rows, axes="slot value") for rows in kv]
+    streams = tuple(source.stream(name) for name, source in zip("KV", half, strict=True))
+    header = TraceHeader(
+        model=ModelInfo(dtype="float32"),
+        groups=(PoolGroup(name="full", num_slots=64, streams=streams, num_layers=1),),
+        tables=(StateTable(rows=4, width=64),),
+    )
+    recorder = Recorder(tmp_path / "t.arrow", header, kv_sources=dict(zip([(0, 0), (0, 1)], half, strict=True)))
+    random, words = np.random.default_rng(3), np.arange(100, 140)
+    prompts = [words] * 10 + [np.roll(words, 7)] * 2 + [random.permutation(words) for _ in range(3)]
+    slots = np.arange(1, 41)
+    for request, prompt in enumerate(prompts):
+        identity = [IdentityValue(kind, "") for kind in ("adapter", "media")]
+        recorder.request(request_id=request, name=f"r{request}", prompt_len=40, identity=identity)
+        recorder.before_forward(
+            ForwardInput(
+                mode="extend",
+                req_pool_indices=[1],
+                request_ids=[request],
+                prefix_lens=[0],
+                extend_lens=[40],
+                input_ids=prompt,
+                positions=np.arange(40),
+                out_cache_loc=(slots,),
+                reads=(np.zeros((4, 64), np.int32),),
+            )
+        )
+        kv[:, slots] = computed(prompt.astype(np.float64), np.arange(40))[:, None]
+        recorder.after_forward()
+    recorder.close()
+    summary = replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=("token_bytes",)), report=None)
+    assert summary.findings_by_kind == {}
