@@ -147,7 +147,10 @@ class TokenBytes(HistoryCheck):
             batch.scalar_ints("time_ns")[of][forward],
         ]
         columns += [ids[owner[known]], rows[owner[known]], _parts(batch, "positions", of)[known]]
-        columns += [batch.values("out_cache_loc")[slots], _before(owner, ids, token, _parts(batch, "positions", of))[known]]
+        columns += [
+            batch.values("out_cache_loc")[slots],
+            _before(owner, ids, token, _parts(batch, "positions", of))[known],
+        ]
         return (identity << 40 | token)[known][filled], data[filled], np.stack(columns, axis=1)[filled]
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
