@@ -57,6 +57,7 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
     """Write the page of a replay that found something, drop an earlier one's, and return what to say to the user."""
     if summary.report is None:
         return ""
+    from ..recorder.errors import first_line
     from ..replayer.report.report import PAGE_NAME
     from .errors import AnalysisError, NoPlotLibraryError
 
@@ -77,8 +78,7 @@ def add_page(summary: Summary, *, wanted: bool) -> str:
     except NoPlotLibraryError as error:
         return f"no {PAGE_NAME}: {error}"
     except (AnalysisError, OSError) as error:
-        first = (str(error).splitlines() or [""])[0]  # of DuckDB's several
-        return f"no {PAGE_NAME}: {first}; {again} tries again"
+        return f"no {PAGE_NAME}: {first_line(error)}; {again} tries again"
     except KeyboardInterrupt:  # the verdict stands
         return f"no {PAGE_NAME}: interrupted; {again} makes it"
     return ""

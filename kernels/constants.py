@@ -14,7 +14,6 @@ SLOT_OUT_OF_RANGE: Final = 1 << 62
 
 # Fields of a canary record, four int64 at the start of each slot.
 RECORD_BYTES: Final = 32
-RECORD_FIELDS: Final = 4
 RECORD_TOKEN: Final = 0
 RECORD_POSITION: Final = 1
 RECORD_PREV_HASH: Final = 2

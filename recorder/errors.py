@@ -30,6 +30,11 @@ def error_text(error: BaseException) -> str:
     return f"{kind}: {said}"[:MAX_ERROR_TEXT]
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, its type if it says nothing."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
 def printable(text: str) -> str:
     """Return `text` with whatever could steer a terminal, or could not be encoded, as escapes."""
     return "".join(

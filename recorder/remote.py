@@ -19,6 +19,8 @@ from pathlib import Path, PosixPath
 from threading import Lock
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
+from .errors import first_line
+
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
@@ -234,7 +236,7 @@ def _absent(path: Path) -> FileNotFoundError:
 
 
 def _line(error: Exception) -> str:
-    line = (str(error).splitlines() or [""])[0] or type(error).__name__
+    line = first_line(error)
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
 
 

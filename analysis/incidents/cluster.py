@@ -321,6 +321,13 @@ class Cluster:
         evidence = self.evidence(sign, *events) if queries is None else queries
         return Diagnosis(score=score, sentence=sentence, evidence=evidence, cause_event=cause, follows_event=follows)
 
+    def said_by(self, kind: str, words: str, score: float = 0.95) -> Diagnosis | None:
+        """Return the diagnosis that a finding of the head says by itself, None without one; `{0.detail}` is the finding's."""
+        sign = self.finding(kind)
+        if sign is None:
+            return None
+        return self.diagnosis(score, words.format(sign), sign, *sign.evidence, cause=sign.event)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:

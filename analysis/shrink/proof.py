@@ -135,7 +135,7 @@ def renamed_rows(shown: Shown, names: Names) -> list[Row]:
     """Return every row by what `names` calls its requests and slots, sorted; events keep their numbers."""
 
     def place(group: int, slot: int) -> int:
-        space = names.space(group) if group >= 0 else names.table(0)  # a token's, where no pool is meant
+        space = names.space(group) if group >= 0 else 0  # a token's, where no pool is meant
         return int(names.slots(space, np.array([slot]))[0])
 
     def request(one: int) -> int:

@@ -12,12 +12,12 @@ from ...kernels.arrays import Int64Array
 from ...recorder.capture.host_arrays import runs_to_slots
 from ...recorder.capture.privacy import Privacy, with_privacy
 from ...recorder.trace.event import TraceEvent
-from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.header import PoolGroup, TraceHeader
 from ...recorder.trace.schema import TIER_HOST
 from .parts import Part
 
 _TOKENS: Final = ("input_ids", "sampled_tokens", "truth_tokens")
-_HASHES: Final = (*("identity_hash", "recurrent_before", "recurrent_after"),)
+_HASHES: Final = ("identity_hash", "recurrent_before", "recurrent_after")
 _HASHES_IN_HALVES: Final = ("copy_src_hash", "copy_dst_hash", "copy_before_hash")
 _DIGEST_BYTES: Final = 16
 _LOW: Final = (1 << 32) - 1
@@ -60,11 +60,7 @@ class Names:
     def space(self, group: int) -> int:
         """Return the space in which a pool group's slots are numbered: its block table's, or one behind a full-to-SWA table."""
         known = self.header.groups[group]
-        return self.table(known.table) if known.lut < 0 else len(self.header.tables) + known.lut
-
-    def table(self, table: int) -> int:
-        """Return the space of a block table's slots."""
-        return table
+        return known.table if known.lut < 0 else len(self.header.tables) + known.lut
 
     def of_tier(self, group: int) -> int:
         """Return the space of a pool group's slots, or of the host's, which stand behind those."""
@@ -72,8 +68,11 @@ class Names:
 
     def page_size(self, space: int) -> int:
         """Return how many neighbouring slots keep together in a space."""
-        sizes = [known.page_size for g, known in enumerate(self.header.groups) if space in (self.space(g), _HOST + g)]
+        sizes = [known.page_size for known in self._groups_of(space)]
         return int(np.lcm.reduce(sizes)) if sizes else 1
+
+    def _groups_of(self, space: int) -> list[PoolGroup]:
+        return [known for g, known in enumerate(self.header.groups) if space in (self.space(g), _HOST + g)]
 
     def size(self, space: int) -> int:
         """Return how many slots there are in a space."""
@@ -94,15 +93,12 @@ class Names:
         """Give used pages numbers from 0 on, page 0, which has the padding slot, its own; `used` by space."""
         for space, parts in used.items():
             slots, size = np.unique(np.concatenate([np.zeros(1, np.int64), *parts])), self.page_size(space)
-            if slots[-1] >= self.size(space) or self._sampled(space):
+            sampled = any(stream.samples for known in self._groups_of(space) for stream in known.streams)
+            if slots[-1] >= self.size(space) or sampled:
                 continue  # a slot that no pool has is told from others by the pool's size, a sampled one's bytes by its number
             pages = np.unique(slots[slots >= 0] // size)
             self.pages[space] = np.zeros(-(-self.size(space) // size), np.int64)
             self.pages[space][pages] = np.arange(len(pages))
-
-    def _sampled(self, space: int) -> bool:
-        groups = [known for g, known in enumerate(self.header.groups) if space in (self.space(g), _HOST + g)]
-        return any(stream.samples for group in groups for stream in group.streams)
 
     def sizes(self) -> TraceHeader:
         """Return the header with pools that hold the used pages alone."""
@@ -201,10 +197,10 @@ def _slots_of(event: TraceEvent, names: Names, change: Callable[[int, Int64Array
 
     if "out_cache_loc" in ints:
         parts = ints["out_cache_loc"].reshape(tables, -1)
-        ints["out_cache_loc"] = np.concatenate([change(names.table(t), part) for t, part in enumerate(parts)])
+        ints["out_cache_loc"] = np.concatenate([change(t, part) for t, part in enumerate(parts)])
     if "table_slots" in ints:
         owners = np.repeat(ints["table_index"], ints["table_count"])
-        ints["table_slots"] = by(owners, ints["table_slots"], names.table)
+        ints["table_slots"] = by(owners, ints["table_slots"], int)
     if "lut_slots" in ints:
         table = {known.lut: known.table for known in header.groups if known.lut >= 0}
         full = _begins(ints["lut_index"], ints["lut_start"], ints["lut_count"], by, lambda lut: table.get(lut, 0))

@@ -50,12 +50,9 @@ class Search:
             size = -1
             while size != len(self.units()):
                 size = len(self.units())
-                for what, groups in (
-                    ("requests", self._by_request),
-                    ("events", self._by_event),
-                    ("entries", self._by_unit),
-                ):
-                    self._minimize(what, groups())
+                self._minimize("requests", lambda unit: unit[1])
+                self._minimize("events", lambda unit: unit[0])
+                self._minimize("entries", lambda unit: unit)
         except TimeoutError:
             self.stopped = "the time was over"
         except KeyboardInterrupt:
@@ -65,23 +62,15 @@ class Search:
         """Return what could still be left out."""
         return list(units_of(self.best))
 
-    def _by_request(self) -> list[list[Unit]]:
-        groups: dict[int, list[Unit]] = {}
+    def _minimize(self, what: str, together: Callable[[Unit], Any]) -> None:
+        """Leave out halves, quarters and so on of what is left, as delta debugging does; single ones until none can go.
+
+        Units that are the same to `together` go, or stay, together.
+        """
+        found: dict[Any, list[Unit]] = {}
         for unit in self.units():
-            groups.setdefault(unit[1], []).append(unit)
-        return list(groups.values())
-
-    def _by_event(self) -> list[list[Unit]]:
-        groups: dict[int, list[Unit]] = {}
-        for unit in self.units():
-            groups.setdefault(unit[0], []).append(unit)
-        return list(groups.values())
-
-    def _by_unit(self) -> list[list[Unit]]:
-        return [[unit] for unit in self.units()]
-
-    def _minimize(self, what: str, groups: list[list[Unit]]) -> None:
-        """Leave out halves, quarters and so on of what is left, as delta debugging does; single ones until none can go."""
+            found.setdefault(together(unit), []).append(unit)
+        groups = list(found.values())
         size = max(1, len(groups) // 2)
         while groups:
             at, before = 0, len(groups)

@@ -19,6 +19,7 @@ import pyarrow.dataset as ds
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from ...recorder.errors import first_line
 from ...recorder.files import replace_file
 from ...recorder.remote import RemotePath, as_path, located, put
 from ...replayer.report.report import SUMMARY_NAME
@@ -204,7 +205,7 @@ def open_table(table: Path, *, unlocked: bool = False) -> ReportsTable:
     try:
         listed = filesystem.get_file_info(pyarrow.fs.FileSelector(top, recursive=True))
     except OSError as error:
-        raise AnalysisError(f"{table}: cannot be listed ({(str(error).splitlines() or [''])[0]})") from None
+        raise AnalysisError(f"{table}: cannot be listed ({first_line(error)})") from None
     paths = sorted(one.path for one in listed if one.is_file and one.path.endswith(".parquet") and "/." not in one.path)
     rows = _dataset(filesystem, top, paths)
     problems = dict(_damaged(rows))
@@ -219,7 +220,7 @@ def open_table(table: Path, *, unlocked: bool = False) -> ReportsTable:
             if not unlocked:
                 lock(connection, [])
         except duckdb.Error as error:
-            raise AnalysisError(f"{table}: cannot be opened: {(str(error).splitlines() or [''])[0]}") from None
+            raise AnalysisError(f"{table}: cannot be opened: {first_line(error)}") from None
         session = ReportsTable(connection, [], resources.pop_all(), stored=False, states={})
     session.problems = tuple(f"{path}: left out, {why}" for path, why in problems.items())
     return session
@@ -241,7 +242,7 @@ def _damaged(rows: Any) -> Iterator[tuple[str, str]]:
                 if at >= 0 and column.type != SCHEMA.field(at).type:
                     return f"its column {column.name} is {column.type}, expected {SCHEMA.field(at).type}"
         except (OSError, pa.ArrowException) as error:
-            return (str(error).splitlines() or [""])[0]
+            return first_line(error)
         return ""
 
     with ThreadPoolExecutor(_READERS) as readers:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import duckdb
 import pyarrow as pa
 
+from ...recorder.errors import first_line
 from ...recorder.remote import as_path
 from ..errors import AnalysisError, SqlError
 from .library import BASE, DERIVED, base_statements, derived_statements, sql_file
@@ -193,7 +194,7 @@ def open_sources(
             if "KeyboardInterrupt" in str(error):  # Ctrl-C while DuckDB asks us for a relation
                 raise KeyboardInterrupt from None
             named = ", ".join(str(source.report or source.trace) for source in sources)
-            cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
+            cause = first_line(error)  # what follows shows our own SQL
             raise AnalysisError(
                 f"{named}: cannot be opened: {cause}; where a report's file is damaged, replay the trace again"
             ) from None

@@ -13,6 +13,7 @@ from typing import Any
 import duckdb
 
 from ...kernels.user_cache import is_own, user_cache
+from ...recorder.errors import first_line
 from ...recorder.files import is_regular, read_small_file, replace_file
 from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
@@ -68,7 +69,7 @@ def write_store(source: Source, target: Path) -> Path:
     except OSError as error:
         raise AnalysisError(f"{target}: cannot be written ({error.strerror or error})") from None
     except duckdb.Error as error:
-        cause = (str(error).splitlines() or [""])[0]  # what follows shows our own SQL
+        cause = first_line(error)  # what follows shows our own SQL
         raise AnalysisError(f"{target}: cannot be made: {cause}") from None
     return target
 

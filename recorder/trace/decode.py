@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
-from ..errors import UnreadableTraceError
+from ..errors import UnreadableTraceError, first_line
 from . import schema as keys
 from .batch import TraceBatch
 from .checksum import batch_crc32c, column_forms, stored_crc32c, text_crc32c
@@ -36,7 +36,7 @@ def decode_schema(source: TraceBytes, frame: Frame) -> pa.Schema:
     try:
         return pa.ipc.read_schema(read_message(source, frame)[0])
     except (TornError, FramingError, *ARROW_ERRORS) as error:
-        raise UnreadableTraceError(f"its Arrow schema cannot be read ({_first_line(error)})") from None
+        raise UnreadableTraceError(f"its Arrow schema cannot be read ({first_line(error)})") from None
 
 
 def check_schema(schema: pa.Schema) -> TraceHeader:
@@ -98,10 +98,6 @@ def _field(field: pa.Field) -> str:
     return f"{field.type}{' with nulls' if field.nullable else ''}"
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 class BatchDecoder:
     """Gives frames and their batches, some of them decoded before they are asked for; `close` ends its threads. What a
     batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
@@ -147,7 +143,7 @@ class BatchDecoder:
         except FramingError as error:
             raise DamagedBatchError(f"cannot be decoded ({error})") from None
         except (StopIteration, *ARROW_ERRORS) as error:
-            raise DamagedBatchError(f"cannot be decoded ({_first_line(error)})") from None
+            raise DamagedBatchError(f"cannot be decoded ({first_line(error)})") from None
         if frame.null_counts.any():
             names = [name for name, form in zip(self._names, forms, strict=True) for _ in range(1 + form.nested)]
             name = names[int(np.flatnonzero(frame.null_counts)[0])]

@@ -93,12 +93,10 @@ def _fits(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and INT64_MIN <= value <= INT64_MAX
 
 
-def header_schema(header: TraceHeader, schema: pa.Schema | None = None) -> pa.Schema:
-    """Return the trace schema (or `schema`) with the header and its CRC in the metadata."""
+def header_schema(header: TraceHeader) -> pa.Schema:
+    """Return the trace schema with the header and its CRC in the metadata."""
     text = header.to_json().encode("ascii")
-    return (schema or trace_schema()).with_metadata(
-        {keys.HEADER_KEY: text, keys.HEADER_CRC_KEY: b"%d" % text_crc32c(text)}
-    )
+    return trace_schema().with_metadata({keys.HEADER_KEY: text, keys.HEADER_CRC_KEY: b"%d" % text_crc32c(text)})
 
 
 def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:

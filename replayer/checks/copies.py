@@ -135,7 +135,11 @@ class CopyDiffers(HistoryCheck):
         self, event: CopyEvent, group: int, mine: BoolArray, src: Int64Array, dst: Int64Array, ends: list[Int64Array]
     ) -> Iterator[Finding]:
         there, here, before, landed = ends
-        found: dict[tuple[str, int], list[int]] = {}
+        found: dict[tuple[str, str, int], list[int]] = {}
+
+        def add(cause: str, slot: int, said: str = "", since: int = -1) -> None:
+            found.setdefault((cause, said or _LOADS[cause], since), []).append(slot)
+
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i]))) if src[i] else None
             slot, came, lay = int(dst[i]), int(here[i]), int(there[i])
@@ -145,26 +149,21 @@ class CopyDiffers(HistoryCheck):
                 cause = "stored_wrong" if stored.held == lay else "changed_in_store"
                 if (stored.given ^ lay) & _LOW == 0:
                     cause = "other_order"
-                found.setdefault((cause, stored.event), []).append(slot)
+                add(cause, slot, since=stored.event)
             if landed[i] == dst[i]:
-                found.setdefault(("landed_elsewhere", -3), []).append(slot)
+                add("landed_elsewhere", slot, "was loaded, and its request does not hold it")
             elif came and lay and came != lay:
                 cause = "other_order" if (came ^ lay) & _LOW == 0 else "loaded_wrong"
                 if came == before[i]:
                     cause = "nothing_landed" if landed[i] < 0 else "landed_elsewhere"
-                found.setdefault((cause, -1), []).append(slot)
+                add(cause, slot)
                 if cause == "landed_elsewhere":
-                    found.setdefault(("landed_elsewhere", -2), []).append(int(landed[i]))
-        for (cause, since), slots in found.items():
-            said = _ELSEWHERE.get(since, _LOADS[cause])
+                    add(cause, int(landed[i]), "was overwritten by a load for another slot")
+        for (cause, said, since), slots in found.items():
             events = [since] if since >= 0 else []
             yield self.of_slots(event, group, np.array(slots), said, events=events, cause=Cause(cause))
 
 
-_ELSEWHERE: Final = {
-    -2: "was overwritten by a load for another slot",
-    -3: "was loaded, and its request does not hold it",
-}
 _LOADS: Final = {
     "stored_wrong": "was loaded from a copy that was stored wrong",
     "changed_in_store": "was loaded from a copy that changed in the storage after it was stored",
@@ -210,4 +209,4 @@ class LoadLandedLate(HistoryCheck):
                 self._missing[place] = known.event
             elif here[i] == there[i] and since >= 0 and not count[i]:  # no load of its own
                 detail = "was loaded later than the engine took it for loaded"
-                yield self.of_slots(known, *place[:1], dst[i : i + 1], detail, events=[since])
+                yield self.of_slots(known, place[0], dst[i : i + 1], detail, events=[since])

@@ -148,9 +148,9 @@ def launch_violations(
 class RowLimit:
     """How many rows of the file each slot has, for each launch tag; None for `per_slot` sets no bound."""
 
-    def __init__(self, groups: Sequence[PoolGroup], *, per_slot: int | None, total: int = MAX_ROWS) -> None:
+    def __init__(self, groups: Sequence[PoolGroup], *, per_slot: int | None) -> None:
         self._per_slot = per_slot
-        self._left = total
+        self._left = MAX_ROWS
         # Untouched memory costs nothing: most slots never have a row.
         self._counts = [np.zeros((len(LaunchTag), group.num_slots), np.uint16) for group in groups]
 

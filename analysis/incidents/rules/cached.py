@@ -119,11 +119,8 @@ def adapter_not_in_key(cluster: Cluster) -> Diagnosis | None:
     """The prefix cache's key leaves out what the KV depends on beside its tokens, or new weights come without a flush.
     (lab)
     """
-    sign = cluster.finding("identity")
-    if sign is None:
-        return None
-    said = f"{sign.reader} began in {sign.when} from KV that is not its own: {sign.place}: it {sign.detail}"
-    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+    words = "{0.reader} began in {0.when} from KV that is not its own: {0.place}: it {0.detail}"
+    return cluster.said_by("identity", words)
 
 
 @rule("recurrent state of another prefix", branch="content")
@@ -131,11 +128,8 @@ def state_restored_for_other_prefix(cluster: Cluster) -> Diagnosis | None:
     """A request goes on from recurrent state that is not its own prefix's: a wrong checkpoint, a slot freed too early, a
     checkpoint saved too late. (lab)
     """
-    sign = cluster.finding("state_differs")
-    if sign is None:
-        return None
-    said = f"{sign.reader} read recurrent state that is not its own in {sign.when}: it {sign.detail}"
-    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+    words = "{0.reader} read recurrent state that is not its own in {0.when}: it {0.detail}"
+    return cluster.said_by("state_differs", words)
 
 
 def _as_cached(cluster: Cluster, sign: Sign) -> bool:

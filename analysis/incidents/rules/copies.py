@@ -8,9 +8,9 @@ def _sign(cluster: Cluster, *causes: str) -> Sign | None:
     return next((sign for sign in cluster.head if sign.kind == "copy_differs" and sign.cause in causes), None)
 
 
-def _diagnosis(cluster: Cluster, sign: Sign, words: str, score: float = 0.96) -> Diagnosis:
+def _diagnosis(cluster: Cluster, sign: Sign, words: str) -> Diagnosis:
     said = f"{sign.place} {sign.detail}, in {sign.when}: {words}"
-    return cluster.diagnosis(score, said, sign, *sign.evidence, cause=min([*sign.evidence, sign.event]))
+    return cluster.diagnosis(0.96, said, sign, *sign.evidence, cause=min([*sign.evidence, sign.event]))
 
 
 @rule("a stored copy is wrong", branch="transfer")

@@ -18,11 +18,8 @@ def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
 @rule("a KV write was damaged", branch="write")
 def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
     """What a forward leaves in a slot is not what the model handed to the cache. (lab)"""
-    sign = cluster.finding("write_damaged")
-    if sign is None:
-        return None
-    said = f"what {sign.reader} wrote to {sign.place} was damaged within {sign.when}: {sign.detail}"
-    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+    words = "what {0.reader} wrote to {0.place} was damaged within {0.when}: {0.detail}"
+    return cluster.said_by("write_damaged", words)
 
 
 @rule("K and V of another adapter or other weights", branch="identity")
@@ -74,21 +71,15 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
 @rule("K or V of a later layer changed without a write", branch="write")
 def layer_changed(cluster: Cluster) -> Diagnosis | None:
     """Bytes of a slot change in a layer or place that the canary does not hash; those that it does are as they were. (lab)"""
-    sign = cluster.finding("layer_changed")
-    if sign is None:
-        return None
-    said = f"{sign.place} changed without a write, seen in {sign.when} by {sign.reader}: {sign.detail}"
-    return cluster.diagnosis(0.9, said, sign, *sign.evidence, cause=sign.event)
+    words = "{0.place} changed without a write, seen in {0.when} by {0.reader}: {0.detail}"
+    return cluster.said_by("layer_changed", words, 0.9)
 
 
 @rule("the model wrote NaN, infinity or zeros", branch="content")
 def bad_values_written(cluster: Cluster) -> Diagnosis | None:
     """K or V of a layer get values that no model writes: an overflow, a kernel that reads what nobody wrote, a scale of 0. (lab)"""
-    sign = cluster.finding("bad_values")
-    if sign is None:
-        return None
-    said = f"{sign.reader} wrote values that no model writes in {sign.when}: {sign.detail}"
-    return cluster.diagnosis(0.95, said, sign, *sign.evidence, cause=sign.event)
+    words = "{0.reader} wrote values that no model writes in {0.when}: {0.detail}"
+    return cluster.said_by("bad_values", words)
 
 
 @rule("pool groups share memory", branch="write")

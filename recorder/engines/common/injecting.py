@@ -4,6 +4,7 @@ Nothing here runs unless a process was told to. A fault damages what the engine 
 """
 
 import logging
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,15 @@ from ...capture.recorder import Recorder
 from ...process.injection import MARK_NOTE, SEEN_BY, Injection
 
 logger = logging.getLogger("kvcanary")
+
+Undo = Callable[[], None]
+
+
+def put_entry(table: Any, place: Any, value: int) -> Undo:
+    """Change an entry of a table; return what puts it back."""
+    held = int(table[place])
+    table[place] = value
+    return lambda: operator.setitem(table, place, held)
 
 
 class Injector:
@@ -70,20 +80,17 @@ class Injector:
         request_ids: Sequence[int],
         cells: Sequence[tuple[int, int, int]],
         size: int,
-        point: Callable[[int, int, int], None],
+        point: Callable[[int, int, int], Undo],
         group: int = 0,
-    ) -> bool:
-        """Let one entry of a block table point elsewhere, if it is time; say whether one does now.
+    ) -> Undo | None:
+        """Let one entry of a block table point elsewhere, if it is time; return what puts it back, None if nothing was done.
 
         `cells` are `(request in the batch, column, block)` of all that the forward reads and does not write, `size` the slots
         of a block; `point(request, column, block)` changes the engine's own table.
         """
         forward = int(self._recorder.next_forward)
         if self.fault != "req_to_token" or not self.due(forward):
-            return False
-        own: dict[int, set[int]] = {}
-        for request, _, block in cells:
-            own.setdefault(request, set()).add(block)
+            return None
         # Another block of another column: what lies there cannot be the same tokens at the same positions.
         at = {(column, block) for _, column, block in cells}
         mine = [cell for cell in cells if self.wants(names[cell[0]])]
@@ -94,9 +101,8 @@ class Injector:
                 wrong = self.pick(others)
                 place = {"position": column * size, "slot": wrong * size, "count": size, "group": group}
                 self.mark(forward, [request_ids[request]], request=names[request], instead_of=block * size, **place)
-                point(request, column, wrong)
-                return True
-        return False
+                return point(request, column, wrong)
+        return None
 
 
 class InjectingRecorder(Recorder):

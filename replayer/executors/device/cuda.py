@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ....recorder.errors import TraceError
+from ....recorder.errors import TraceError, first_line
 from ....recorder.state.pools import pool_bytes
 from ....recorder.trace.header import TraceHeader
 
@@ -67,8 +67,7 @@ def reported(device: str, header: TraceHeader) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)) as error:
         if "out of memory" not in str(error):
-            first = (str(error).splitlines() or [""])[0]
-            raise TraceError(f"{device} failed ({first}); replay with --device cpu") from None
+            raise TraceError(f"{device} failed ({first_line(error)}); replay with --device cpu") from None
         need = pool_bytes(header) / 2**30
         raise TraceError(
             f"{device} has too little free memory: the trace's pools and tables need about {need:.1f} GiB; free some, use "

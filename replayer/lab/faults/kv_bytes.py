@@ -1,5 +1,6 @@
 """KV bytes that change, or do not, when they should not, or should."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -65,17 +66,7 @@ def kv_post_forward(bench: Bench) -> None:
 @fault(reference="lab", configs=("submitted",))
 def kv_write_damaged(bench: Bench) -> None:
     """A byte of a slot is flipped within the forward that writes it."""
-    running = while_inside(bench.engine.runner, "run", lambda batch, *_: batch)
-
-    def write(pool: KvPool, original: Any, slots: Any, *args: Any) -> None:
-        original(slots, *args)
-        found = np.flatnonzero(slots[: running[0].num_tokens])
-        if bench.due and found.size:
-            token = int(bench.pick(found.tolist()))
-            _flip(bench, pool, int(slots[token]), position=int(running[0].positions[token]))
-
-    for pool in bench.engine.memory.pools:
-        around(pool, "write")(partial(write, pool))
+    _one_write(bench, lambda pool, slot, position: _flip(bench, pool, slot, position=position))
 
 
 @fault(reference="lab", configs=_ALL)
@@ -126,19 +117,12 @@ def late_layer_overwritten(bench: Bench) -> None:
 @fault(reference="lab", configs=("layers",))
 def nan_written(bench: Bench) -> None:
     """A forward writes NaN to K or V of a layer behind the first, for one of its tokens."""
-    running = while_inside(bench.engine.runner, "run", lambda batch, *_: batch)
 
-    def write(pool: KvPool, original: Any, slots: Any, *args: Any) -> None:
-        original(slots, *args)
-        found = np.flatnonzero(slots[: running[0].num_tokens])
-        if bench.due and found.size:
-            token = int(bench.pick(found.tolist()))
-            position = int(running[0].positions[token])
-            bench.inject(slot=int(slots[token]), position=position, group=pool.index)
-            _late_layer(bench, pool)[slots[token], 0] = np.uint64(0x7FC0)
+    def write(pool: KvPool, slot: int, position: int) -> None:
+        bench.inject(slot=slot, position=position, group=pool.index)
+        _late_layer(bench, pool)[slot, 0] = np.uint64(0x7FC0)
 
-    for pool in bench.engine.memory.pools:
-        around(pool, "write")(partial(write, pool))
+    _one_write(bench, write)
 
 
 @fault(reference="V#41657", configs=("swa", "eagle", "eagle_swa"))
@@ -176,6 +160,21 @@ def duplicate_prompt_numerics(bench: Bench) -> None:
         bench.inject(request=request)
         scheduler.retract(request, hold=False)
         engine.memory.cache.make_room(int(bench.random.integers(engine.config.num_pages)))
+
+
+def _one_write(bench: Bench, damage: Callable[[KvPool, int, int], None]) -> None:
+    """Have `damage(pool, slot, position)` follow the write of one token, within its forward."""
+    running = while_inside(bench.engine.runner, "run", lambda batch, *_: batch)
+
+    def write(pool: KvPool, original: Any, slots: Any, *args: Any) -> None:
+        original(slots, *args)
+        found = np.flatnonzero(slots[: running[0].num_tokens])
+        if bench.due and found.size:
+            token = int(bench.pick(found.tolist()))
+            damage(pool, int(slots[token]), int(running[0].positions[token]))
+
+    for pool in bench.engine.memory.pools:
+        around(pool, "write")(partial(write, pool))
 
 
 def _pool_with_bytes(bench: Bench) -> KvPool:

@@ -70,17 +70,7 @@ def failed_load_counted_loaded(bench: Bench) -> None:
     if bench.pair is not None:
         _failed_transfer(bench, bench.pair)
         return
-    memory = bench.engine.memory
-
-    def fails(node: Node, page: int) -> Node | None:
-        if not bench.due:
-            return None
-        bench.inject(slot=page * memory.page_size, position=(node.depth - 1) * memory.page_size)
-        return node
-
-    failing = while_inside(memory.host, "load", fails)
-    for pool in memory.pools:
-        around(pool, "from_host")(lambda original, *args: None if failing else original(*args))
+    _one_load(bench, lambda *_: None)
 
 
 @fault(reference="lab", configs=("host",), warm_up=(4, 20))
