@@ -44,7 +44,7 @@ def test_the_first_rows_of_each_slot_are_kept_and_all_are_counted(tmp_path, monk
 
 def test_a_report_has_a_bound_too(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PENDING_ROWS", 1)
-    monkeypatch.setattr(violations.RowLimit.__init__, "__kwdefaults__", {"total": 3})
+    monkeypatch.setattr(violations, "MAX_ROWS", 3)
     kept, summary = rows_and_summary(tmp_path / "kept", executor="stepwise")
     assert summary.violations == summary.violations_left_out + kept.num_rows
     assert np.unique(kept["forward"].to_numpy()).size <= 3
