@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.changes import RowRuns, cell_changes, cells_to_runs, joined, row_changes
 from ...kernels.capture.layers import FLOATS
 from ..state.forward import UnusableEventError
@@ -192,6 +192,9 @@ def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[
             if not isinstance(source, KvLayers) or source.stream.dtype not in FLOATS:
                 continue
             counts, layers = source.values(slots, judged)
+            if counts[:, 2].any():
+                empty = source.first_layer_is_zeros(slots, judged)
+                counts[_begin_with_nothing(empty, forward, request), 2] = 0
             for kind in np.flatnonzero(counts.any(axis=0)).tolist():
                 for r in np.unique(request[counts[:, kind] > 0]).tolist():
                     mine = np.flatnonzero((request == r) & (counts[:, kind] > 0))
@@ -199,6 +202,19 @@ def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[
                     layer, rows = int(layers[token, kind]), int(counts[mine, kind].sum())
                     found.append((r, number, kind, layer, token, rows))
     return dict(zip(_VALUES, np.array(found, np.int64).reshape(-1, len(_VALUES)).T.copy(), strict=True))
+
+
+def _begin_with_nothing(empty: BoolArray, forward: CopiedForward, request: Int64Array) -> BoolArray:
+    """Say which tokens repeat a request's first one, and have nothing in a first layer from there on, `[n]`.
+
+    An embedding of zeros, as of padding, finds nothing to attend to but the same before it: all its layers are zeros.
+    """
+    first = (np.cumsum(forward.new_lens) - forward.new_lens)[request]
+    tokens, number = forward.input_ids[: request.size], np.arange(request.size)
+    ends = ~empty | (tokens != tokens[first]) | (forward.positions[first] > 0)
+    last = np.maximum.accumulate(np.where(ends, number, -1))
+    found: BoolArray = last < first
+    return found
 
 
 def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list[GroupKvShadow]) -> ByteArray:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture import layers
 from ...kernels.constants import KV_ALIGN_BYTES
 from ...kernels.ops.hash.kv_source import KvSource
@@ -171,6 +171,13 @@ class KvLayers:
         dtype = self.stream.dtype
         counts, first = layers.find_values(self._layers, dtype, slots, judged, usual, self._rows, backend=self._backend)
         return counts, np.array([*self.stream.layers, -1], np.int64)[first]
+
+    def first_layer_is_zeros(self, slots: Int64Array, judged: ByteArray) -> BoolArray:
+        """Say of each slot that is judged whether its row in the first layer is all zeros, `[n]`."""
+        only, rows = np.arange(len(self._rows)) == 0, np.zeros_like(self._rows)
+        every = np.where(judged > 0, 2, 0).astype(np.uint8)
+        found, _ = layers.find_values(self._layers, self.stream.dtype, slots, every, only, rows, backend=self._backend)
+        return found[:, 2] > 0
 
 
 class _Memory:

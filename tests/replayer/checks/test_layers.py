@@ -39,8 +39,10 @@ class Engine:
         self.table = np.zeros((4, SLOTS), np.int32)
         self.random = np.random.default_rng(7)
 
-    def forward(self, *parts: tuple[int, int, list[int]], then: Callable[[], object] = lambda: None) -> None:
-        """Run a forward; each part is a row, its prefix, its new slots. `then` happens before the forward's end."""
+    def forward(
+        self, *parts: tuple[int, int, list[int]], then: Callable[[], object] = lambda: None, token: int = 0
+    ) -> None:
+        """Run a forward; each part is a row, its prefix, its new slots. `then` happens before the forward's end; all are of a `token`."""
         slots = np.array([slot for _, _, mine in parts for slot in mine], np.int64)
         lens = [len(mine) for _, _, mine in parts]
         positions = np.concatenate([np.arange(p, p + n) for (_, p, _), n in zip(parts, lens, strict=True)])
@@ -51,7 +53,7 @@ class Engine:
                 request_ids=[70 + row for row, _, _ in parts],
                 prefix_lens=[prefix for _, prefix, _ in parts],
                 extend_lens=lens,
-                input_ids=positions + 100,
+                input_ids=np.full(slots.size, token) if token else positions + 100,
                 positions=positions,
                 out_cache_loc=(slots,),
                 reads=(self.table,),
@@ -169,6 +171,17 @@ def test_a_row_of_zeros_is_found_once_the_layer_is_known(tmp_path: Path) -> None
     assert (row["cause"], row["position"], row["slot"]) == ("zeros", 1, 2)
     assert row["detail"].startswith("2 rows of K or V written are all zeros")
     assert row["detail"].endswith("in prefill, first in V of layer 1")
+
+
+@pytest.mark.parametrize("token,layer,rows", [(7, 0, 0), (7, 1, 8), (0, 0, 8)], ids=["padding", "a layer", "a prompt"])
+def test_a_prompt_that_begins_with_an_embedding_of_zeros(token: int, layer: int, rows: int, tmp_path: Path) -> None:
+    """All layers of its first tokens are zeros; where the first layer is not, or tokens are others, it was not written."""
+    engine = Engine(tmp_path / "t.arrow")
+    for _ in range(6):
+        engine.prefill()
+    engine.forward((3, 0, [1, 2, 3]), then=lambda: [kv[layer:, 1:4].fill(0) for kv in engine.kv], token=token)
+    said = [row["detail"].split(" ")[0] for row in found(engine, tmp_path)]
+    assert said == ([str(rows)] if rows else [])
 
 
 def test_padding_and_what_is_overwritten_say_nothing(tmp_path: Path) -> None:
