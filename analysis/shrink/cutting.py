@@ -104,6 +104,8 @@ class Cutter:
             named = {g: np.unique(view.ints("sweep_slot")[of == g]) for g in np.unique(of).tolist()}
         for group, slots in changed_slots(view, self.header).items():
             named[group], touched[group] = (np.union1d(part.get(group, NOTHING), slots) for part in (named, touched))
+        if isinstance(known, CopyEvent):
+            losses.fill(touched)
         if not self._keep(number, request, {} if isinstance(known, StatusEvent) else named):
             losses.drop(touched)
             self._copies_dropped(known)

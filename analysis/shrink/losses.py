@@ -66,6 +66,11 @@ class Losses:
         for group, given in slots.items():
             self._known[group].holder[given], self._known[group].free[given] = request, back
 
+    def fill(self, slots: Slots) -> None:
+        """Note that slots get content before somebody is given them."""
+        for group, given in slots.items():
+            self._known[group].free[given] = False
+
     def held(self, request: int) -> dict[int, Int64Array]:
         """Return the slots that a request was given last."""
         return {group: np.flatnonzero(self._known[group].holder == request) for group in range(self.rows)}

@@ -138,7 +138,7 @@ def _beginning(paths: Sequence[Path], whole: Shown, judge: Judge) -> tuple[Part,
             return part, shown
     raise NothingToShrinkError(
         f"{paths[0]}: its events alone do not show the incident again; a recording that begins with a keyframe needs the "
-        "segments before it"
+        "segments before it: give the folder that holds them all"
     )
 
 

@@ -135,6 +135,7 @@ class EventApplier(ABC, Generic[Step]):
         mark = select(mark_writer_loops, self._backend)
         mark(step.slots, offsets, forward.request_ids, event, forward.forward, step.pool.pool.writers)
         step.pool.learn(step.slots)
+        step.pool.chain(step.slots, step.write_plan, forward.prefix_lens)
 
     # --- what happens between forwards
 

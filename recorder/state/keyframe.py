@@ -123,6 +123,7 @@ def _tier_arrays(tier: Tier, name: str) -> Iterator[_Named]:
     yield from ((f"{name}.kv.{number}", data) for number, data in enumerate(tier.kv))
     yield f"{name}.writers", tier.writers
     yield f"{name}.unknown", tier.unknown
+    yield f"{name}.chain_starts", tier.chain_starts
 
 
 def _history_arrays(history: SlotHistory) -> Iterator[_Named]:

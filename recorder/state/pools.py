@@ -9,6 +9,7 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import KvHashMode, LaunchTag
 from ...kernels.ops.hash.kv_source import KvSource
+from ...kernels.ops.plan.reference import WritePlan
 from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import TIER_HOST
 from .events import SlotCopy
@@ -32,6 +33,7 @@ class Tier:
     `head` and `tail` map a half to `[num_slots, 32] uint8`, `kv` holds `[num_slots, capture_bytes] uint8` per stream, `writers` is
     `[num_slots, 3] int64` (event + 1, forward, request id; event 0 if nobody wrote), `unknown` `[num_slots] bool` what lost events
     may have changed, `whole_hashes` by half `[num_slots] int64` the KV hash over all captured bytes, if that is another one.
+    `chain_starts` is `[num_slots] int64`: the position from which on a record's chain is hashed, since the one before was unknown.
     """
 
     head: dict[str, ByteArray]
@@ -39,12 +41,13 @@ class Tier:
     kv: list[ByteArray]
     writers: Int64Array
     unknown: npt.NDArray[np.bool_]
+    chain_starts: Int64Array
     whole_hashes: dict[str, Int64Array] = field(default_factory=dict)
 
     def arrays(self) -> list[npt.NDArray[np.generic]]:
         """Return every per-slot array, in a fixed order."""
         records = [*self.head.values(), *self.tail.values()]
-        return [*records, *self.kv, *self.whole_hashes.values(), self.writers, self.unknown]
+        return [*records, *self.kv, *self.whole_hashes.values(), self.writers, self.unknown, self.chain_starts]
 
 
 class GroupPool:
@@ -106,6 +109,17 @@ class GroupPool:
         if self.any_unknown:
             self.pool.unknown[slots[(slots > 0) & (slots < self.num_slots)]] = False
 
+    def chain(self, slots: Int64Array, plan: WritePlan, prefix_lens: Int64Array) -> None:
+        """Note where the chains begin that a forward has written: with their seeds', or behind a prefix without one."""
+        if not self.any_unknown:
+            return
+        starts, bs = self.pool.chain_starts, len(prefix_lens)
+        ends, seeds = plan.offsets[: bs + 1].tolist(), plan.seed_slots[:bs].tolist()
+        for request, (seed, prefix) in enumerate(zip(seeds, prefix_lens.tolist(), strict=True)):
+            written = slots[ends[request] : ends[request + 1]]
+            start = int(starts[seed]) if 0 <= seed < self.num_slots else max(0, prefix)
+            starts[written[(written > 0) & (written < self.num_slots)]] = start
+
 
 def _allocate(group: PoolGroup, num_slots: int) -> Tier:
     return Tier(
@@ -114,6 +128,7 @@ def _allocate(group: PoolGroup, num_slots: int) -> Tier:
         kv=[np.zeros((num_slots, stream.capture_bytes), dtype=np.uint8) for stream in group.streams],
         writers=np.zeros((num_slots, 3), dtype=np.int64),
         unknown=np.zeros(num_slots, dtype=np.bool_),
+        chain_starts=np.zeros(num_slots, dtype=np.int64),
     )
 
 
@@ -123,7 +138,7 @@ def pool_bytes(header: TraceHeader) -> int:
     if header.truth_table is not None:
         total += 4 * header.truth_table.rows * header.truth_table.width
     for group in header.groups:
-        per_slot = 2 * RECORD_BYTES * len(group.halves) + sum(s.capture_bytes for s in group.streams) + 24 + 1
+        per_slot = 2 * RECORD_BYTES * len(group.halves) + sum(s.capture_bytes for s in group.streams) + 24 + 1 + 8
         total += per_slot * (group.num_slots + group.host_num_slots)
         total += (LEDGER_BYTES + (16 if group.lut >= 0 else 0)) * group.num_slots
     return total

@@ -166,7 +166,10 @@ class Summary:
             doubts.append("the trace is being recorded")
         if self.num_gaps > self.being_recorded:
             doubts.append(f"{self.num_gaps - self.being_recorded} damaged or torn part(s) of the trace left out")
-        if self.num_losses:
+        if self.num_losses and self.header.shrunk is not None:
+            places = f"{self.num_losses:,} place(s)"
+            doubts.append(f"events left out by kvcanary shrink, or lost while recording, at {places}")
+        elif self.num_losses:
             count = f"{self.lost_events:,} event(s)" if self.lost_events else "an unknown number of events"
             doubts.append(f"{count} lost while recording")
         if not self.complete and not self.num_gaps and not self.stopped:

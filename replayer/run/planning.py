@@ -104,12 +104,18 @@ class Planner:
 
 
 def leave_out_unknown(pool: GroupPool, verify_plan: VerifyPlan) -> npt.NDArray[np.bool_]:
-    """Turn plan entries that stand on lost events into padding, which is never verified; return which, `[n] bool`."""
+    """Turn plan entries that stand on lost events into padding, which is never verified; return which, `[n] bool`.
+
+    So are predecessors whose chain begins elsewhere than the entry's: what was hashed before is known of one of them alone.
+    """
     count = int(verify_plan.num_valid[0])
     slots, prevs = verify_plan.slots[:count], verify_plan.prev_slots[:count]
     hit = which_unknown(pool, slots)
     slots[hit] = PADDING_SLOT
     prevs[which_unknown(pool, prevs)] = PADDING_SLOT
+    starts, most = pool.pool.chain_starts, pool.num_slots
+    inside = (slots > 0) & (slots < most) & (prevs > 0) & (prevs < most)
+    prevs[inside & (starts[slots * inside] != starts[prevs * inside])] = PADDING_SLOT
     return hit
 
 

@@ -35,6 +35,7 @@ class Parcel:
     tail: dict[str, ByteArray]
     kv: list[ByteArray]  # by stream, [n, capture_bytes]
     unknown: BoolArray  # [n] slots that the sender's trace cannot vouch for
+    chain_starts: Int64Array  # [n] where the chains of their records begin
     damaged: BoolArray  # [n] slots whose bytes were not those written
 
 
@@ -123,6 +124,8 @@ class Transfers:
             for half, records in mine.items():
                 records[here] = theirs[half][:count]
         pool.learn(slots)
+        pool.pool.chain_starts[here] = parcel.chain_starts[:count]
+        pool.any_unknown |= bool(parcel.chain_starts.any())
         if parcel.unknown.any():
             pool.forget(here[parcel.unknown[:count]])
         return self._compare(transfer, parcel, count)
@@ -165,6 +168,7 @@ class Transfers:
             tail={half: records[slots] for half, records in tier.tail.items()},
             kv=[data[slots] for data in _leading(tier.kv, self._pools[transfer.group])],
             unknown=tier.unknown[slots],
+            chain_starts=tier.chain_starts[slots],
             damaged=damaged,
         )
 

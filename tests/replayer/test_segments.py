@@ -174,6 +174,7 @@ def _same(one: ReplayState, other: ReplayState) -> None:
             assert all(np.array_equal(a, b) for a, b in zip(tier.kv, its.kv, strict=True))
             assert np.array_equal(tier.writers, its.writers)
             assert np.array_equal(tier.unknown, its.unknown)
+            assert np.array_equal(tier.chain_starts, its.chain_starts)
     assert dataclasses.astuple(one.request_table) == dataclasses.astuple(other.request_table)
     assert vars(one.activity) == vars(other.activity)
     mine, theirs = one.history, other.history

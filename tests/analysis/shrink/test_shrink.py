@@ -6,13 +6,14 @@ import re
 
 import pytest
 from kvcanary.analysis.shrink.cutting import Cutter
-from kvcanary.analysis.shrink.parts import members_of, views_of
+from kvcanary.analysis.shrink.parts import ADDED_EVENT, members_of, views_of
 from kvcanary.analysis.shrink.proof import show, show_part
 from kvcanary.analysis.shrink.shrink import shrink
 from kvcanary.cli import main
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
 from ...support.places import DATA
@@ -42,18 +43,30 @@ def test_one_incident_out_of_far_less_and_nothing_of_the_prompts(tmp_path):
     tokens, texts, header = held(small)
     assert not tokens & held(BROKEN)[0] and all(text.startswith("request-") for text in texts)
     assert header.shrunk.events == result.before.events and header.tokens == "hashed"
-    assert "kvcanary shrink" in " ".join(row.words for row in show([small]).summary.coverage)
+    summary = show([small]).summary
+    assert "kvcanary shrink" in " ".join(row.words for row in summary.coverage)
+    assert all("kvcanary shrink" in doubt for doubt in summary.doubts if "lost while recording" in doubt)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_part_of_a_clean_trace_shows_anything(tmp_path, seed):
-    stream, chance = SegmentStream([CLEAN]), random.Random(seed)
+@pytest.mark.parametrize(
+    ("trace", "seed"),
+    [
+        *((CLEAN, seed) for seed in range(3)),
+        (DATA / "corpus" / "transformers-clean-offload.arrow", 0),  # a chain behind an unknown prefix
+        (DATA / "corpus" / "transformers-clean-offload-page16.arrow", 2),  # loaded from a host tier that is unknown
+    ],
+)
+def test_no_part_of_a_clean_trace_shows_anything(tmp_path, trace, seed):
+    stream, chance = SegmentStream([trace]), random.Random(seed)
     whole = Cutter(stream.header, lambda *_: True, None).cut(views_of(stream.stream()))
     kept = {(n, m): chance.random() < 0.8 for view, n in whole.views() for m in members_of(view)}
     part = Cutter(stream.header, lambda number, member, _: kept.get((number, member), True), None).cut(whole.views())
     shown = show_part(part, tmp_path)
-    assert len(part.events) < len(whole.events)
+    assert set(part.numbers) - {ADDED_EVENT} < set(whole.numbers)
     assert (shown.violations, shown.findings, shown.summary.gaps) == ([], [], [])
+    stepwise = replay(tmp_path / "part.arrow", settings=ReplaySettings(executor="stepwise"), report=None)
+    assert (stepwise.violations, stepwise.findings) == (0, 0)
+    assert stepwise.unknown_entries == shown.summary.unknown_entries
 
 
 @pytest.mark.parametrize("fault", ["nan_written", "late_layer_overwritten"])
