@@ -34,7 +34,7 @@ FORWARD_EVENT, ALLOC_EVENT, FREE_EVENT, EVICT_EVENT, STATUS_EVENT, REQUEST_EVENT
 UNUSUAL: Final = -1  # an event that is not for the pass
 ALLOC_CODES: Final = ("", "shared", "cached")
 FRESH_ALLOC, SHARED_ALLOC, CACHED_ALLOC = range(3)
-STATUS_CODES: Final = ("admitted", "retracted", "finished", "aborted")
+STATUS_CODES: Final = ("admitted", "finished", "aborted")  # a request that is put back is for the checks
 ADMITTED: Final = 0
 MODES: Final = ("decode", "draft_extend", "target_verify")
 DECODE, DRAFT_EXTEND, TARGET_VERIFY = range(len(MODES))
@@ -155,7 +155,7 @@ class RowState(NamedTuple):
     row_stamps: Out64  # [rows]
     held: Out64x2  # requests, with how many slots they hold
     facts: Out64x2  # requests, for the oracle
-    reported: In64  # [n]: requests of which a check remembers that it reported them
+    reported: In64  # [n]: requests that the checks have to see again: reported, or put back
 
 
 class Work(NamedTuple):

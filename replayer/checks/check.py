@@ -134,7 +134,7 @@ class HistoryCheck:
             repeats.forget()
 
     def requests_reported(self) -> set[int]:
-        """Return the requests of which it remembers that their last forward was reported."""
+        """Return the requests whose forwards and ends it has to see: their last one was reported, or they were put back."""
         return set[int]().union(*(repeats.requests for repeats in self._all_repeats()))
 
     def _all_repeats(self) -> list[Repeats]:

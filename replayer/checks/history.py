@@ -125,6 +125,7 @@ class History(SlotHistory):
         self.header = header
         self.request_table = request_table
         self.oracle = oracle  # the name of one's own, which nobody loads unless the user names it
+        self.tables: StateTables | None = None  # of who replays
         self.named: list[NamedSlots] = []
         self.serial = 0
         self._transfers = False

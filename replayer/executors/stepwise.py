@@ -63,6 +63,8 @@ class StepwiseExecutor(EventApplier[GroupStep]):
             history=self.history,
         )
         super().__init__(state, backend=backend, listener=listener)
+        if self.history is not None:
+            self.history.tables = self.tables
         self.launcher = Launcher(backend=backend)
         self.divergence = SwaDivergence(header, backend=backend) if divergence is None else divergence
         self.transfers: Transfers | None = None

@@ -86,7 +86,6 @@ def longest_match_of_the_windows(fired: Fired) -> None:
     "vllm-project/vllm#28787",
     "llama-async-preempt",
     "async_resume_wrong_input",
-    late="the worker's own tokens are wrong, and those are what the forward's are compared with",
 )
 def resumed_with_truncated_tokens(fired: Fired) -> None:
     """The list of all tokens from which a worker recovers a resumed request's outputs is cut short. The outputs are taken

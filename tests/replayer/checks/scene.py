@@ -128,7 +128,8 @@ class Scene:
             self.table[part.row, part.prefix : end] = part.slots
             truth = self.token(part.request)
             for position in range(part.prefix, end):
-                ids.append((inputs or {}).get((part.request, position), int(truth[position + runner])))
+                fed = (inputs or {}).get((part.request, position))
+                ids.append(int(truth[position + runner]) if fed is None else fed)
                 positions.append(position)
             slots += part.slots
         pad = len(padding)

@@ -178,6 +178,33 @@ def test_wrong_inputs_against_the_truth_carry_their_forward_as_evidence(scene: S
     assert told(scene.judge("input_not_truth")) == [(0, 7, 4, 1, json.dumps([found]))]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [("", ""), ("other", "had 703 there before"), ("lost", "has none there, and had one before"), ("ended", "")],
+)
+def test_what_is_fed_again_is_what_the_scheduler_had_when_the_request_was_put_back(
+    scene: Scene, wrong: str, said: str
+) -> None:
+    """Its own tokens are wrong afterwards, so that they agree with what is fed: nothing in that forward contradicts it."""
+    scene.start(7, 1, [3, 4])
+    for position in (2, 3, 4):
+        scene.forward(decode(7, 1, position, 3 + position), mode="decode")
+    back = scene.status(7, "finished" if wrong == "ended" else "retracted", 1)
+    scene.status(7, "admitted", 2)
+    fed = {}
+    if wrong in ("other", "ended"):
+        scene.token(7)[3] = 888
+    elif wrong == "lost":
+        fed = {(7, position): 700 + position for position in range(5)}
+        scene.tokens[7] = scene.token(7)[:3]
+    first = scene.forward(Part(request=7, row=2, prefix=0, slots=(11, 12)))
+    again = scene.forward(Part(request=7, row=2, prefix=2, slots=(13, 14, 15)), inputs=fed)
+    rows = scene.judge("input_not_truth")
+    assert all(row["event"] == again > first and json.loads(row["evidence"]) == [back, again] for row in rows)
+    assert [row["position"] for row in rows] == {"other": [3], "lost": [3, 4]}.get(wrong, [])
+    assert all(said in row["detail"] for row in rows)
+
+
 def test_what_was_sampled_for_a_request_ends_with_it(scene: Scene) -> None:
     """An id may come again, in the same row, and what a request's last forward sampled be told after its end."""
     scene.start(7, 1, [3, 4])
