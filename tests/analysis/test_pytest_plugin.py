@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def test_in_a_process_of_its_own():
 
 def pytest_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_engines.py").write_text(ENGINES)
-    plugin = ["-p", "no:cacheprovider", "-p", "kvcanary.analysis.pytest_plugin", "--rootdir", str(folder)]
+    plugin = ["-p", "no:cacheprovider", "--rootdir", str(folder)]
+    if "kvcanary" not in entry_points(group="pytest11").names:  # the package is on the path, and not installed
+        plugin += ["-p", "kvcanary.analysis.pytest_plugin"]
     words = [sys.executable, "-m", "pytest", *plugin, *options]
     environ = os.environ | {"PYTEST_ADDOPTS": "", "PYTHONPATH": str(folder), "COLUMNS": "200"}
     return subprocess.run([*words, folder], cwd=folder, env=environ, capture_output=True, text=True, check=False)

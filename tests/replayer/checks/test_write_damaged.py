@@ -143,4 +143,4 @@ def test_wrong_bytes_are_refused(submitted, message, engine, caplog):
 def test_a_stream_that_is_captured_on_submission_has_nothing_beside_it(tmp_path):
     engine = Engine(tmp_path / "trace.arrow", origin="submitted")
     engine.forward([3, 4, 5, 6])
-    assert "origin is 'submitted'" in engine.recorder.stats().off
+    assert "the stream is taken on submission" in engine.recorder.stats().off
