@@ -214,6 +214,7 @@ class EventApplier(ABC, Generic[Step]):
 
     def _lose_slots(self, view: EventView) -> None:
         runs = read_lost_slots(view, self.header.groups)
+        self.state.activity.forget()  # a walk of the prefix cache may be among what is lost, and names no slots
         listed = np.zeros(len(self.pools), np.int64)
         for group, start, end in runs:
             self.pools[group].forget(slice(start, end))

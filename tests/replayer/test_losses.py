@@ -1,5 +1,6 @@
 """What a trace does not know is left out of the judgement, and said: never a false violation, never a clean bill."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,19 @@ def test_a_loss_event_with_its_slots_leaves_only_those_out(tmp_path: Path) -> No
         assert (summary.violations, summary.findings) == (0, 0), summary.first_violation
         assert summary.verdict is Verdict.INCONCLUSIVE
         assert summary.lost_events == 4
+
+
+@pytest.mark.parametrize(("every", "findings"), [(5, 0), (50, 1)])
+def test_a_walk_of_the_prefix_cache_may_be_among_what_is_lost(every: int, findings: int, tmp_path: Path) -> None:
+    engine = ToyEngine(SHAPES["full"], seed=1, forwards=40)
+    scalars = {"lost_events": 1, "note": "queue full", "status": "slots_listed"}
+    events: list[TraceEvent] = []
+    for number, event in enumerate(engine.events, 1):
+        events += [event] if number % every else [event, TraceEvent(kind="loss", scalars=scalars)]
+    path = tmp_path / "t.arrow"
+    write_in_batches(path, replace(engine.header, sweep_interval=3), events, flush_every=7)
+    summary = replay(path, settings=ReplaySettings(), report=None)
+    assert (summary.violations, summary.findings) == (0, findings), summary.findings_by_kind
 
 
 def resend(loss: TraceEvent, lost: list[TraceEvent]) -> None:
