@@ -135,7 +135,7 @@ def record(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.manual_seed(1)
     # Small batches, so that a torn copy of so short a trace still keeps something.
-    with attach(path, compression="zstd", overwrite=True, flush_bytes=16 << 10) as attachment:
+    with attach(path, compression="zstd", overwrite=True, flush_bytes=16 << 10, all_layers=False) as attachment:
         engine = Engine(attachment=attachment)
         manager_context = model.continuous_batching_context_manager(
             generation_config=GenerationConfig(

@@ -138,7 +138,7 @@ class CopyDiffers(HistoryCheck):
         found: dict[tuple[str, str, int], list[int]] = {}
 
         def add(cause: str, slot: int, said: str = "", since: int = -1) -> None:
-            found.setdefault((cause, said or _LOADS[cause], since), []).append(slot)
+            found.setdefault((cause, said or LOADS[cause], since), []).append(slot)
 
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i]))) if src[i] else None
@@ -164,7 +164,7 @@ class CopyDiffers(HistoryCheck):
             yield self.of_slots(event, group, np.array(slots), said, events=events, cause=Cause(cause))
 
 
-_LOADS: Final = {
+LOADS: Final = {
     "stored_wrong": "was loaded from a copy that was stored wrong",
     "changed_in_store": "was loaded from a copy that changed in the storage after it was stored",
     "other_order": f"was loaded, and holds {_OTHER_ORDER}",

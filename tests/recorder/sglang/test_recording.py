@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.recording import SglangRecording
 from kvcanary.recorder.engines.sglang.requests import StepResults, identity_of
 from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -50,7 +52,7 @@ def test_what_the_trace_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     header, told = events(tmp_path)
     assert header.engine.name == "sglang"
     assert (header.ranks.tp_rank, header.ranks.tp_size) == (1, 2)
-    assert [(g.name, g.num_slots, [s.half for s in g.streams]) for g in header.groups] == [("full", 96, ["K", "V"])]
+    assert [(g.name, g.num_slots, [s.half for s in g.streams]) for g in header.groups] == [("full", 96, ["K", "V"] * 2)]
     kinds = [event.kind for event in told]
     assert kinds.count("request") == 4
     names = {event.scalar("name"): event.scalar("request_id") for event in told if event.kind == "request"}
@@ -290,6 +292,12 @@ def test_media_are_told_with_their_positions() -> None:
     assert [one.kind for one in identity_of(req, 0)] == ["adapter", "salt", "weights"]
 
 
+def ended(folder: Path) -> bool:
+    (path,) = folder.glob("*.arrow")
+    with TraceReader(path) as reader:
+        return reader.complete
+
+
 def test_a_draft_tree_ends_the_recording_before_it_is_misread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     init = ModelRunner.__init__
 
@@ -300,6 +308,8 @@ def test_a_draft_tree_ends_the_recording_before_it_is_misread(tmp_path: Path, mo
     monkeypatch.setattr(ModelRunner, "__init__", with_tree)
     monkeypatch.setattr(fake_engine, "DECODE", SimpleNamespace(name="TARGET_VERIFY"))
     record(monkeypatch, tmp_path)
+    while not ended(tmp_path):  # the recorder that has switched itself off ends its trace beside the engine
+        time.sleep(0.01)
     header, told = events(tmp_path)
     assert (
         "drafts",
