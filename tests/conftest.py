@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A fuzz run asks for more of the property tests as well. Nothing is timed in a test: no deadline, no complaint of a
     # slow machine.
     cases = config.getoption("--conformance-cases")
-    examples = 100 * cases // NORMAL_CASES if cases > NORMAL_CASES else 50
+    examples = 100 * cases // NORMAL_CASES if cases > NORMAL_CASES else 30
     settings.register_profile(
         "kvcanary",
         deadline=None,
