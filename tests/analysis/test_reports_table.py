@@ -1,6 +1,7 @@
 """Reports of many recordings in one table: nothing twice, nothing half, and what is damaged is left out and named."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def test_questions_over_all_reports(table: Path) -> None:
     assert ask(table, "select count(*) from new_kinds") == [[0]]
     for name in QUESTIONS:
         ask(table, f"from {name}")
+
+
+def test_a_kind_of_today_is_new(table: Path, tmp_path: Path) -> None:
+    now = time.time_ns()
+    incident = {"kind": "fresh", "title": "fresh", "time_ns": now, "slots": [1]}
+    said = {"first_time_ns": now, "last_time_ns": now, "incidents": [incident]}
+    report = write_report(tmp_path / "today", "n1", version="3", kinds=("fresh",), **said)
+    assert run("collect", report, table).returncode == 0
+    assert ask(table, "select kind from new_kinds") == [["fresh"]]
 
 
 def test_what_is_collected_again_is_there_once(table: Path, tmp_path: Path) -> None:

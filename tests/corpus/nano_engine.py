@@ -86,7 +86,7 @@ def run(name: str, folder: Path) -> int:
                 BUGS[name].patch(fired_in(engines))
             generate(setup, folder, engines)
             status = 0
-        except BaseException:  # noqa: BLE001
+        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
             import traceback
 
             traceback.print_exc()

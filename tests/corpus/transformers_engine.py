@@ -91,7 +91,7 @@ def run(name: str, folder: Path) -> int:
                 BUGS[name].patch(fired_in([]))
                 generate(BUGS[name].setup, folder)
             status = 0
-        except BaseException:  # noqa: BLE001
+        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
             import traceback
 
             traceback.print_exc()

@@ -198,7 +198,7 @@ def run(name: str, folder: Path) -> int:
                 bug.patch(fired_in([]))
                 generate(bug.setup, folder)
             status = 0
-        except BaseException:  # noqa: BLE001
+        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
             import traceback
 
             traceback.print_exc()

@@ -1,5 +1,8 @@
 """Oracles by their names: the hash oracle, one's own, and what is none."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from kvcanary import HashOracle
@@ -15,9 +18,6 @@ class Counting:
         return seed + position
 
 
-MODULE = Counting.__module__
-
-
 def test_the_hash_oracle_is_the_ops() -> None:
     seeds, positions = np.array([5, -7, 1 << 62], np.int64), np.array([0, 9, 4097], np.int64)
     expected = np.empty(3, np.int64)
@@ -29,9 +29,7 @@ def test_the_hash_oracle_is_the_ops() -> None:
 
 
 def test_ones_own_is_asked_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        __import__("sys").modules, "own_oracles", __import__("types").SimpleNamespace(Counting=Counting)
-    )
+    monkeypatch.setitem(sys.modules, "own_oracles", SimpleNamespace(Counting=Counting))
     tokens = load_oracle("own_oracles:Counting", 100)
     assert tokens(np.array([3, 4]), np.array([10, 20])).tolist() == [13, 24]
     with pytest.raises(ValueError, match="says token 104, expected 0 to 99"):
