@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow.parquet as pq
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..recorder.trace.header import TraceHeader
 from .incidents.places import open_parquet
+from .incidents.schema import MEMBERS_NAME
 
 _COUNTS: Final = ("forwards", "requests", "tokens")
 _ROWS: Final = 8  # of violations and of findings that are shown
@@ -131,13 +133,16 @@ def _sign(incident: dict[str, Any], masked: Masked) -> list[str]:
 
 def _rows(report: Path, name: str, incident: dict[str, Any]) -> list[dict[str, Any]]:
     """Return an incident's first rows of violations or findings: those of its first event and slots on."""
-    with open_parquet(report / f"{name}.parquet"):
-        pass
-    members = pq.read_table(report / "incident_members.parquet").to_pylist()
-    source = name.removesuffix("s")
-    mine = [row["number"] for row in members if row["incident"] == incident["incident"] and row["source"] == source]
-    found: list[dict[str, Any]] = pq.read_table(report / f"{name}.parquet").take(mine[: 64 * _ROWS]).to_pylist()
+    members = _table(report / MEMBERS_NAME)
+    of_it = pc.equal(members["incident"], incident["incident"])
+    mine = members.filter(pc.and_(of_it, pc.equal(members["source"], name.removesuffix("s"))))["number"]
+    found: list[dict[str, Any]] = _table(report / f"{name}.parquet").take(mine.slice(0, 64 * _ROWS)).to_pylist()
     return sorted(found, key=lambda row: row["event"])[:_ROWS]
+
+
+def _table(path: Path) -> pa.Table:
+    with open_parquet(path) as file:
+        return file.read()
 
 
 def _evidence(tables: Sequence[Sequence[dict[str, Any]]], masked: Masked) -> list[str]:

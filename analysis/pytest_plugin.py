@@ -22,6 +22,7 @@ _FLUSH_MS: Final = 50  # a recording that goes on over several tests is judged a
 _PHASES: Final = ("call", "teardown")
 _NAME: Final = "kvcanary"
 _MOST_SHOWN: Final = 3
+_OURS: Final = ("*.arrow", "*.arrow.tail?", "*.frozen-*", "*.report")  # what an earlier run left
 _ADVICE: Final = "is kvcanary installed where the engine runs, and is it SGLang or vLLM?"
 
 
@@ -56,8 +57,12 @@ class KvCanary:
         from ..recorder.process.settings import PREFIX
 
         self._folder, self._keep = folder, keep
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (one for pattern in _OURS for one in folder.glob(pattern)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         self._before = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
         self._mine = {TRACE: str(folder), f"{PREFIX}FLUSH_INTERVAL_MS": str(_FLUSH_MS)}
         os.environ.update(
@@ -89,7 +94,7 @@ class KvCanary:
 
     def _judge(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Return what is wrong with what was recorded since the last time, and a note on each recording."""
-        from ..recorder.process.recorded_files import changed
+        from ..recorder.process.recorded_files import changed, stamps
         from ..recorder.trace.files import is_being_written, recording_path, segments_of
 
         live = [path for path in self._folder.glob("*.arrow") if is_being_written(path)]
@@ -99,12 +104,11 @@ class KvCanary:
         if not paths:
             return [], []
         whole = sorted({part for path in paths for part in (segments_of(recording_path(path)) or [path])})
-        for path in whole:
-            found = path.stat()
-            self._judged[path] = (found.st_size, found.st_mtime_ns)
+        seen = stamps(self._folder)
+        self._judged.update({path: seen[path] for path in whole if path in seen})
         found_wrong, notes = [], []
         for one in _replayed(whole):
-            under_way = any(path in live for path in whole) and one.get("exit_code") == 125
+            under_way = bool(one.get("being_recorded")) and one.get("exit_code") == 125
             notes.append({"trace": one.get("trace", ""), "verdict": "clean so far" if under_way else one["verdict"]})
             notes[-1]["why"] = "" if under_way else "; ".join(one.get("doubts", [])[:1]) or one.get("error", "")
             wrong = int(one.get("violations", 0)) + int(one.get("findings", 0))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ...recorder.cli.program import GivenPath
+from ...replayer.cli.incident_blocks import count_of
 from ..errors import AnalysisError
 from . import errors_end, say, say_error
 
@@ -53,11 +54,12 @@ def collect_command(reports: tuple[Path, ...], table: Path, node: str, as_json: 
         except AnalysisError as error:
             failed[str(report)] = str(error)
         except OSError as error:
-            failed[str(report)] = f"{error.filename or table}: {error.strerror or error}"
+            failed[str(report)] = f"{report}: not added: {error.filename or table}: {error.strerror or error}"
     if as_json:
         click.echo(json.dumps({"table": str(table), "added": added, "failed": failed}, indent=2))
     else:
-        say(f"added   {len(added):,} reports to {table}")
+        say(f"added   {count_of(len(added), 'report')} to {table}")
+    if added and not as_json:
         say(f"next    {shlex.join(['kvcanary', 'sql', str(table), 'from kinds_by_version'])}")
     for reason in failed.values():
         say_error(reason)

@@ -68,25 +68,29 @@ def shrink(
 ) -> ShrinkResult:
     """Write the smallest trace found that shows incident number `incident` of a recording, whose segments `paths` are.
 
-    Ends after `seconds`, or at Ctrl-C, with the smallest so far. Raises `NothingToShrinkError`, `TraceError`, and
-    `AnalysisError` if there is no such incident, or the output cannot be written.
+    Looks for a smaller one for `seconds`, or up to Ctrl-C, and takes the smallest so far. Raises `NothingToShrinkError`,
+    `TraceError`, and `AnalysisError` if there is no such incident, or the output cannot be written.
     """
     began = time.monotonic()
     whole = show(paths, on_replay)
     if not whole.incidents:
         raise NothingToShrinkError(f"{paths[0]}: shows no incident, so there is nothing to shrink")
     if incident > len(whole.incidents):
-        raise AnalysisError(f"{paths[0]}: has {len(whole.incidents)} incident(s), no number {incident}")
+        has = f"has {len(whole.incidents)} incident(s), no number {incident}"
+        raise AnalysisError(f"{paths[0]}: {has}; kvcanary-replay lists them")
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(whole, incident - 1, Path(folder))
         part, shown = _beginning(paths, whole, judge)
-        search = Search(judge=judge, best=part, shown=shown, until=began + seconds, told=on_trial)
+        search = Search(judge=judge, best=part, shown=shown, until=time.monotonic() + seconds, told=on_trial)
         search.run()
         final, slots_renamed, row = _proven(search, whole, Path(folder))
         judge.replays += 1 if slots_renamed else 2
     partial = partial_path(output)
-    write_part(final, partial)
-    partial.replace(output)
+    try:
+        write_part(final, partial)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
     summary = whole.summary
     return ShrinkResult(
         trace=summary.trace,
@@ -191,5 +195,10 @@ def _proven(search: Search, whole: Shown, folder: Path) -> tuple[Part, bool, dic
             if (row["kind"], row["first_forward"]) == (wanted["kind"], wanted["first_forward"]):
                 return part, slots, row
     if search.best.header.oracle is not None:
-        raise NothingToShrinkError("only the token oracle shows the incident, and salted tokens have none")
-    raise NothingToShrinkError("the incident does not show under other names of tokens and requests; please report it")
+        raise NothingToShrinkError(
+            f"{whole.summary.trace}: only the token oracle shows the incident, and salted tokens have none: attach the "
+            "recording itself, which holds tokens"
+        )
+    raise NothingToShrinkError(
+        f"{whole.summary.trace}: the incident does not show under other names of tokens and requests; please report it"
+    )

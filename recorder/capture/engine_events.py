@@ -57,6 +57,10 @@ class CopyEnds(NamedTuple):
 class EventRecording(Recording):
     """A recording of events between forwards; `Recorder` adds the forwards."""
 
+    def shown_name(self, name: str) -> str:
+        """Return a request's name as the trace has it: hashed, if names are."""
+        return name if self._privacy is None else self._privacy.hash_name(name)
+
     @guarded
     def request(
         self,
@@ -72,7 +76,7 @@ class EventRecording(Recording):
 
         `identity` is what its KV depends on beside its tokens; to be said again if that changes, as by new weights.
         """
-        name = str(name) if self._privacy is None else self._privacy.hash_name(str(name))
+        name = self.shown_name(str(name))
         number = whole_number(request_id, "request_id")
         if self._strict:
             self._said_requests.add(number)

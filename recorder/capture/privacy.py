@@ -161,4 +161,6 @@ def with_privacy(header: TraceHeader, privacy: Privacy) -> TraceHeader:
         return dataclasses.replace(header, notes=notes, salt_id=privacy.salt_id)
     if header.oracle is not None:
         notes = (*notes, f"tokens are salted hashes: the engine's {header.oracle.kind} oracle is not checked against")
+    if header.sampler is not None:
+        notes = (*notes, f"tokens are salted hashes: the oracle {header.sampler.name} does not sample")
     return dataclasses.replace(header, tokens="hashed", oracle=None, sampler=None, notes=notes, salt_id=privacy.salt_id)

@@ -1,5 +1,6 @@
 """`kvcanary inject`: run an engine with the recorder on, and damage it once, on purpose."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,9 @@ def inject_command(
     was done stands in the trace as a mark. SGLang, vLLM and transformers on the CPU. Never in front of users: without
     --damage-outputs an engine is refused whose command does not say that its weights are dummies.
     """
-    if not damage_outputs and not any("dummy" in word for word in command):
+    words = [word.replace("_", "-") for word in command]
+    dummies = "--load-format=dummy" in words or ("--load-format", "dummy") in itertools.pairwise(words)
+    if not damage_outputs and not dummies:
         fail(
             "kvcanary inject damages what the engine answers, and this command does not say --load-format dummy; "
             "if nobody relies on its answers, give --damage-outputs"
@@ -110,8 +113,8 @@ def _injected(say: Callable[[str], None], found: "list[RecordedTrace]", code: in
                         json.loads(str(view.scalar("labels"))) for view in views if view.scalar("note") == MARK_NOTE
                     ]
                     done += [{"trace": str(trace.path), **one} for one in labels]
-        except (TraceError, OSError, ValueError):
-            continue
+        except (TraceError, OSError, ValueError) as error:  # the marks before it count
+            say(f"injected  unknown behind here: {error}")
     for fault in done:
         place = ", ".join(
             f"{name} {fault[name]}" for name in ("request", "slot", "position") if fault.get(name, "") != ""

@@ -6,7 +6,7 @@ what the recorder is given: it sees the broken engine as it would see a real one
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from ...recorder.engines.simulated.engine import SimulatedEngine
 from ...recorder.engines.simulated.pd_pair import PdPair
 from ...recorder.engines.simulated.pools import TARGET
 from ...recorder.engines.simulated.requests import Request
+from ...recorder.process.injection import MARK_NOTE
 from .effect import Clock, Probe
 from .effect import around as around  # which every fault needs
 
-MARK_NOTE: Final = "fault injected"
 Act = Callable[..., bool | None]
 
 

@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 from ...recorder.engines.simulated.engine import SimulatedEngine
 from ...recorder.engines.simulated.pd_pair import PdPair
 from ...recorder.errors import TraceError
+from ...recorder.process.injection import MARK_NOTE
 from ...recorder.trace.reader import TraceBatch, TraceReader
 from ..run.replay import replay_joined
 from ..run.settings import ReplaySettings
 from .configurations import CONFIGURATIONS
 from .effect import Clock, Effect, Probe
-from .fault import MARK_NOTE, Bench, Fault
+from .fault import Bench, Fault
 
 # A broken engine may turn in circles; a whole one is through long before.
 MAX_STEPS: Final = 3000

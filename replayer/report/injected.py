@@ -5,11 +5,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...kernels.constants import FailReason
+from ...kernels.constants import VIOLATION_FAIL_REASON, VIOLATION_SLOT, FailReason
 from .findings import Finding
 from .violations import LaunchViolations
 
-_SLOT, _REASONS = 1, 7
 _MOST: Final = 100  # marks that are listed
 
 
@@ -43,15 +42,15 @@ class InjectedFaults:
         for entry, labels, bits in self._open:
             if launch.forward < entry["forward"]:
                 continue
-            wanted = (launch.rows[:, _REASONS] & bits) != 0
-            slots = launch.rows[:, _SLOT]
+            wanted = (launch.rows[:, VIOLATION_FAIL_REASON] & bits) != 0
+            slots = launch.rows[:, VIOLATION_SLOT]
             if entry["slot"] >= 0:
                 wanted &= (slots >= entry["slot"]) & (slots < entry["slot"] + labels["count"])
                 wanted &= launch.group == labels.get("group", launch.group)
             else:
                 wanted &= np.isin(launch.request_ids, labels["request_ids"])
             if wanted.any():
-                reasons = FailReason(int(launch.rows[int(np.argmax(wanted)), _REASONS]))
+                reasons = FailReason(int(launch.rows[int(np.argmax(wanted)), VIOLATION_FAIL_REASON]))
                 names = [reason.name or "" for reason in FailReason if reason in reasons]
                 self._found(entry, launch.forward, "+".join(names))
 

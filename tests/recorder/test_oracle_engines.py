@@ -23,8 +23,13 @@ SAMPLER, ORACLE = Sampler(vocab_size=97), HashOracle(97)
 class Marks:
     next_forward = 5
 
+    off = ""
+
     def __init__(self) -> None:
         self.labels: list[dict[str, Any]] = []
+
+    def shown_name(self, name: str) -> str:
+        return f"<{name}>"
 
     def mark(self, _: str, labels: dict[str, Any]) -> None:
         self.labels.append(labels)
@@ -36,13 +41,16 @@ def test_sglang_returns_the_oracles_tokens(room: int | None) -> None:
     for rid in ("a", "b"):
         requests.see(SimpleNamespace(rid=rid, origin_input_ids=[1, 2], output_ids=[], bootstrap_room=room))
     batch = SimpleNamespace(rids=["a", "b"], seq_lens_cpu=torch.tensor([2, 9]), seq_lens=None)
-    oracle = SglangOracle(SAMPLER, target, requests)
+    marks = Marks()
+    oracle = SglangOracle(SAMPLER, target, requests, marks)
     sampled = oracle.around_sample(lambda *_: torch.zeros(3, dtype=torch.int32), target, None, batch)
     seeds = [request_id_of(rid, signed=True) if room is None else room for rid in ("a", "b")]
     assert sampled.tolist() == [ORACLE.next_token(seeds[0], 2), ORACLE.next_token(seeds[1], 9), 0]
     assert oracle.around_sample(lambda *_: torch.ones(2), object(), None, batch).tolist() == [1, 1]  # a draft's
     unknown = SimpleNamespace(rids=["a", "warm-up"], seq_lens_cpu=torch.tensor([2, 9]))
     assert oracle.around_sample(lambda *_: torch.ones(2), target, None, unknown).tolist() == [1, 1]
+    marks.off = "a hook failed"
+    assert oracle.around_sample(lambda *_: torch.ones(2), target, None, batch).tolist() == [1, 1]
 
 
 def test_vllm_leaves_each_request_one_token_and_swaps_none_that_is_thrown_away() -> None:
@@ -54,7 +62,8 @@ def test_vllm_leaves_each_request_one_token_and_swaps_none_that_is_thrown_away()
     cached = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens=[7, 4])
     new = [SimpleNamespace(req_id="chunk", num_computed_tokens=0)]
     scheduled = {"a": 1, "b": 1, "chunk": 30}
-    oracle, marks = VllmOracle(SAMPLER, runner, requests), Marks()
+    marks = Marks()
+    oracle = VllmOracle(SAMPLER, runner, requests, marks)
     oracle.begin_step(
         SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=new, num_scheduled_tokens=scheduled)
     )
@@ -64,7 +73,13 @@ def test_vllm_leaves_each_request_one_token_and_swaps_none_that_is_thrown_away()
     assert oracle.force(torch.randn(3, 97)).argmax(1).tolist() == [expected[1], expected[0], expected[2]]
     (label,) = marks.labels
     assert (label["forward"], label["request_ids"]) in [(4, [request_id_of(a) for a in pair]) for pair in ("ab", "ba")]
+    assert {label["request"], label["other"]} < {"<a>", "<b>", "<chunk>"}  # as the trace has names
     assert oracle.force(torch.randn(3, 97)).argmax(1).tolist() == expected  # once
+    logits = torch.randn(3, 97)
+    names[0] = "new"  # the hook that says how long it is has failed
+    assert torch.equal(oracle.force(logits.clone()), logits)
+    names[0], marks.off = "a", "a hook failed"
+    assert torch.equal(oracle.force(logits.clone()), logits)
 
 
 def test_vllms_oracle_says_where_it_cannot_sample() -> None:

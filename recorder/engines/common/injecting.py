@@ -1,12 +1,13 @@
 """Faults put into a running engine on purpose: what `kvcanary inject` asks for, once, with its ground truth in the trace.
 
-Nothing here runs unless a process was told to. A fault damages what the engine computes, and so what it answers.
+Nothing here runs unless `kvcanary inject` asked for it. A fault damages what the engine computes, and so what it answers.
 """
 
 import logging
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,17 @@ def put_entry(table: Any, place: Any, value: int) -> Undo:
     held = int(table[place])
     table[place] = value
     return lambda: operator.setitem(table, place, held)
+
+
+@contextmanager
+def undone(undo: Undo | None) -> Iterator[Undo]:
+    """Give what puts an entry back, or does nothing; done at once if what stands inside raises."""
+    undo = undo or (lambda: None)
+    try:
+        yield undo
+    except BaseException:
+        undo()
+        raise
 
 
 class Injector:
@@ -57,6 +69,7 @@ class Injector:
     def mark(self, forward: int, request_ids: Sequence[int], **labels: Any) -> None:
         """Say in the trace that the fault happens now: in `forward`, to these requests."""
         self.done = True
+        labels |= {key: self._recorder.shown_name(labels[key]) for key in ("request", "other") if key in labels}
         said = {"fault": self.fault, "forward": forward, "request_ids": list(request_ids), **labels}
         logger.warning("kvcanary: ON PURPOSE, injected: %s", said)
         self._recorder.mark(MARK_NOTE, {**said, "seen_by": list(SEEN_BY[self.fault]), "seed": self._injection.seed})
@@ -74,6 +87,10 @@ class Injector:
             tokens[[a, b]] = tokens[[b, a]]
             self.mark(forward, [request_ids[a], request_ids[b]], request=names[a], other=names[b])
 
+    def redirects(self) -> bool:
+        """Say whether the next forward may have an entry that points elsewhere."""
+        return self.fault == "req_to_token" and self.due(int(self._recorder.next_forward))
+
     def redirect(
         self,
         names: Sequence[str],
@@ -83,14 +100,12 @@ class Injector:
         point: Callable[[int, int, int], Undo],
         group: int = 0,
     ) -> Undo | None:
-        """Let one entry of a block table point elsewhere, if it is time; return what puts it back, None if nothing was done.
+        """Let one entry of a block table point elsewhere; return what puts it back, None if nothing was done.
 
         `cells` are `(request in the batch, column, block)` of all that the forward reads and does not write, `size` the slots
         of a block; `point(request, column, block)` changes the engine's own table.
         """
         forward = int(self._recorder.next_forward)
-        if self.fault != "req_to_token" or not self.due(forward):
-            return None
         # Another block of another column: what lies there cannot be the same tokens at the same positions.
         at = {(column, block) for _, column, block in cells}
         mine = [cell for cell in cells if self.wants(names[cell[0]])]
@@ -111,12 +126,13 @@ class InjectingRecorder(Recorder):
     def __init__(self, *args: Any, injection: Injection, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.injector = Injector(injection, self)
-        self._row_names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of the requests that may have the fault, until it has happened
         self._last: CopiedForward | None = None
 
     def request(self, *, request_id: int, name: str = "", **said: Any) -> None:
         """As `Recorder.request`; a fault may be for this request."""
-        self._row_names[request_id] = name
+        if not self.injector.done and self.injector.wants(name):
+            self._names[request_id] = name
         super().request(request_id=request_id, name=name, **said)
 
     def before_forward(self, given: ForwardInput) -> None:
@@ -143,9 +159,9 @@ class InjectingRecorder(Recorder):
     def sweep(self, *, groups: Any, slots: Any, locked: Any, **what: Any) -> None:
         """As `Recorder.sweep`; before it a byte of a slot that the prefix cache alone holds may be flipped."""
         if self._now_due("kv_unused_cache", self.next_forward - 1):
-            free, of = np.asarray(slots)[~np.asarray(locked, np.bool_)], np.broadcast_to(groups, np.shape(slots))
+            unlocked, of = ~np.asarray(locked, np.bool_), np.broadcast_to(groups, np.shape(slots))
             mine = [n for n in np.unique(of).tolist() if self._stored(n)]
-            free = free[np.isin(of[~np.asarray(locked, np.bool_)], mine[:1])]
+            free = np.asarray(slots)[unlocked & np.isin(of, mine[:1])]
             free = free[free > 0]
             if len(free) and mine:
                 self._flip(self.next_forward - 1, mine[0], int(self.injector.pick(free.tolist())), (), "")
@@ -172,12 +188,10 @@ class InjectingRecorder(Recorder):
             found = zip(rows[kv.group.table].tolist(), slots[kv.group.table].tolist(), strict=True)
             out = {slot for written in but for slot in written.tolist()}
             named = [(row, slot) for row, slot in found if slot > 0 and slot not in out]
-            wanted = [
-                (row, slot) for row, slot in named if row and self.injector.wants(self._row_names.get(ids[row], ""))
-            ]
+            wanted = [(row, slot) for row, slot in named if row and ids[row] in self._names]
             if wanted:
                 row, slot = self.injector.pick(wanted)
-                self._flip(number, group, slot, (ids[row],), self._row_names.get(ids[row], ""))
+                self._flip(number, group, slot, (ids[row],), self._names[ids[row]])
                 return
 
     def _flip(self, forward: int, group: int, slot: int, request_ids: Sequence[int], name: str) -> None:
@@ -193,7 +207,7 @@ class InjectingRecorder(Recorder):
 
 
 def injector_of(recorder: Any, injection: Injection | None) -> Injector | None:
-    """Return a recorder's injector; None without a fault to inject, and of a recorder on a GPU."""
+    """Return a recorder's injector; None without a fault to inject, and of one that records beside the device."""
     found: Injector | None = None if injection is None else getattr(recorder, "injector", None)
     return found
 
@@ -201,7 +215,9 @@ def injector_of(recorder: Any, injection: Injection | None) -> Injector | None:
 def check_injector(recorder: Any, injection: Injection | None) -> None:
     """Say in the log that a fault was asked for which this recorder cannot inject."""
     if injection is not None and injector_of(recorder, injection) is None:
-        logger.error("kvcanary: %s is not injected: faults are injected on the CPU alone", injection)
+        logger.error(
+            "kvcanary: %s is not injected: faults are injected on the CPU alone; run the engine there", injection
+        )
 
 
 def recorder_class(injection: Injection | None) -> Callable[..., Recorder]:

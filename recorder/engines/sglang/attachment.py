@@ -9,7 +9,7 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, StepCost, beside, while_true, wrap_method
-from ..common.injecting import check_injector, injector_of
+from ..common.injecting import check_injector, injector_of, undone
 from ..common.stopping import stop_tree
 from .history import knows_allocator
 from .hooks import not_applied, register_drafts
@@ -116,7 +116,7 @@ class SglangAttachment(EngineAttachment):
             self._follow(scheduler, recording, allocator if history else None)
             if recording.recorder.header.sampler is not None:
                 sampler = recording.recorder.header.sampler
-                self.oracle = SglangOracle(sampler, recording.target, recording.requests)
+                self.oracle = SglangOracle(sampler, recording.target, recording.requests, recording.recorder)
                 self.oracle.injector = injector_of(recording.recorder, self._settings.inject)
         self.recording = recording
         check_injector(recording.recorder, self._settings.inject)
@@ -211,14 +211,17 @@ class SglangAttachment(EngineAttachment):
         if layout.sampled:
             self.cost.next_step(batch.forward_mode, bs)
         injector = injector_of(recording.recorder, self._settings.inject)
-        put_back = None if injector is None else redirect(injector, recording, layout, batch)
-        recording.before_model(layout, batch, bs)
-        if put_back is None:
+        if injector is None:
+            recording.before_model(layout, batch, bs)
             return recording.after_model
+        with undone(redirect(injector, recording, layout, batch)) as put_back:
+            recording.before_model(layout, batch, bs)
 
         def finish(result: Any, error: BaseException | None) -> None:
-            recording.after_model(result, error)
-            put_back()
+            try:
+                recording.after_model(result, error)
+            finally:
+                put_back()
 
         return finish
 

@@ -11,6 +11,8 @@ from .recording import SglangRecording
 
 def redirect(injector: Injector, recording: SglangRecording, layout: RunnerLayout, batch: Any) -> Undo | None:
     """Change the table before a forward of the target, if it is time; return what puts it back, None if nothing was done."""
+    if not injector.redirects():
+        return None
     mode, bs = mode_of(batch.forward_mode), int(batch.req_pool_indices.numel())
     if layout.index or mode not in ("extend", "decode", "mixed") or not batch.rids:
         return None

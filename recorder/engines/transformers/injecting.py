@@ -14,6 +14,8 @@ def redirect(
     injector: Injector, layouts: Sequence[TransformersGroup], io: Any, request_ids: Sequence[int]
 ) -> Undo | None:
     """Change what a step is about to read, if it is time; return what puts the table back, None if nothing was done."""
+    if not injector.redirects():
+        return None
     layout = next((layout for layout in layouts if not layout.ring_size), None)
     if layout is None or io.use_block_table or not io.max_kv_read:
         return None

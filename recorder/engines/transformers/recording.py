@@ -15,7 +15,7 @@ from ...process.injection import Injection
 from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
-from ..common.injecting import injector_of, recorder_class
+from ..common.injecting import injector_of, recorder_class, undone
 from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
 from .injecting import redirect
@@ -62,7 +62,8 @@ class TransformersRecording:
         if sources and not submitted:
             off = NotWatched(what="submitted", name=header.runners[0].name, reason="switched off: submitted=False")
             header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
-        header = with_oracle(header, oracle, int(processor.config.vocab_size))
+        if oracle:
+            header = with_oracle(header, oracle, int(processor.config.vocab_size))
         numbers = itertools.count()  # a name may come again, as another request
         self._requests = RequestRows(header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers)))
         self._forward = -1
@@ -108,15 +109,19 @@ class TransformersRecording:
     def before_step(self, processor: Any) -> None:
         """Record the forward that `_generation_step` is about to run."""
         io = processor.inputs_and_outputs
-        batch = io.requests_in_batch
         self._forward += 1
-        requests = [self._known(future.state) for future in batch]
+        requests = [self._known(future.state) for future in io.requests_in_batch]
         for request in requests:
             self._requests.run(request, self._forward)
         for layout in self._layouts:
             self._record_new_blocks(layout, requests)
-        if self._injector is not None:
-            self._put_back = redirect(self._injector, self._layouts, io, [one.request_id for one in requests])
+        ids = [request.request_id for request in requests]
+        with undone(None if self._injector is None else redirect(self._injector, self._layouts, io, ids)) as put_back:
+            self._begin_forward(io, requests)
+        self._put_back = put_back
+
+    def _begin_forward(self, io: Any, requests: list[TransformersRequest]) -> None:
+        batch = io.requests_in_batch
         extend = np.array([future.query_length for future in batch], np.int64)
         # The engine has counted this step in already.
         prefix = np.array([future.state.position_offset for future in batch], np.int64) - extend

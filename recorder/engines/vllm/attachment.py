@@ -8,7 +8,7 @@ from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
-from ..common.injecting import Injector, check_injector, injector_of
+from ..common.injecting import Injector, check_injector, injector_of, undone
 from ..common.stopping import stop_tree
 from .device import step_v1, step_v2
 from .injecting import redirect
@@ -67,7 +67,7 @@ class VllmAttachment(EngineAttachment):
             on_attention = while_true(lambda: self._live("on_attention", runner), recording.on_attention)
             wrap_method(getattr(runner, "model_state", None), "prepare_attn", on_attention, self.fault)
             if recording.recorder.header.sampler is not None:
-                oracle = VllmOracle(recording.recorder.header.sampler, runner, recording.requests)
+                oracle = VllmOracle(recording.recorder.header.sampler, runner, recording.requests, recording.recorder)
                 oracle.attach()
                 oracle.injector = self._injector(recording)
                 self.oracles[runner] = oracle
@@ -161,15 +161,18 @@ class VllmAttachment(EngineAttachment):
             return None
         groups = recording.layout.groups
         injector = self._injector(recording)
-        put_back = None if injector is None else redirect(injector, runner, groups)
-        if recording.on_device is not None:
-            recording.capture(step_v1(runner, recording.output, groups, input_ids, positions))
-        else:
-            recording.before_model(read_v1(runner, recording.output, groups, input_ids, positions, recording.attention))
+        with undone(None if injector is None else redirect(injector, runner, groups)) as put_back:
+            if recording.on_device is not None:
+                recording.capture(step_v1(runner, recording.output, groups, input_ids, positions))
+            else:
+                recording.before_model(
+                    read_v1(runner, recording.output, groups, input_ids, positions, recording.attention)
+                )
 
         def finish(_: Any, error: BaseException | None) -> None:
-            recording.after_model(error)
-            if put_back is not None:
+            try:
+                recording.after_model(error)
+            finally:
                 put_back()
 
         return finish
@@ -201,6 +204,7 @@ class VllmAttachment(EngineAttachment):
     def on_shutdown(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
         """End a runner's trace with it."""
         recording = self.recordings.pop(runner, None)
+        self.oracles.pop(runner, None)
         if recording is not None:
             recording.recorder.close()
 

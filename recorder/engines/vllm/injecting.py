@@ -10,6 +10,8 @@ from .layout import VllmGroup
 
 def redirect(injector: Injector, runner: Any, groups: Sequence[VllmGroup]) -> Undo | None:
     """Change the table before the V1 runner's forward, if it is time; return what puts it back, None if nothing was done."""
+    if not injector.redirects():
+        return None
     batch = runner.input_batch
     group = next((group for group in groups if not group.window), None)
     if group is None:

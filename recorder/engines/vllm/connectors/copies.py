@@ -2,7 +2,7 @@
 
 A connector that is known says which blocks it stores and loads, and by which key each lies elsewhere. A key that blocks are
 stored under gets a page of the trace's host tier, so that what is loaded from there is known as far as what was stored is. Of
-both ends all layers' bytes are hashed, if they lie in the host's memory: nothing here waits for a device.
+both ends all layers' bytes are hashed, if they lie in the host's memory; the block tables are read as the forward's own are.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,9 @@ from ..step import VllmRequests
 Bytes = npt.NDArray[np.uint8]
 
 MAX_HASHED_BYTES: Final = 64 << 20  # at one end of one job's blocks
-LOOKS: Final = 16  # steps in which a block is looked at again whose load ended and had not landed
+LATE_STEPS: Final = 16  # in which a block is read again whose load ended and had not landed
+MAX_LATE: Final = 64  # such blocks at a time
+MAX_ENDED: Final = 256  # loads that have ended and are not recorded yet: the slots of older ones stay unknown
 SEARCHES: Final = 16  # for where a load landed instead, in a recording
 MAX_SEARCHED_SLOTS: Final = 1 << 20
 
@@ -80,7 +82,7 @@ class ConnectorCopies:
         # Of each group: key -> page of the host tier, block that was stored there.
         self._pages: list[OrderedDict[Hashable, tuple[int, int]]] = [OrderedDict() for _ in layout.groups]
         self._landed: list[Landed] = []
-        self._late: list[tuple[int, Load, int]] = []  # looks left, load, which of its pages
+        self._late: list[tuple[int, Load, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
         self._failed = False
         self._on_fault: OnFault = lambda _hook, _error: None
@@ -124,13 +126,15 @@ class ConnectorCopies:
         elsewhere = np.full(len(load.pages), -1, np.int64)
         for at in wrong[here[wrong] == load.before[wrong]].tolist():
             elsewhere[at] = self._search(load, at)
-            self._late.append((LOOKS, load, at))
+            if len(self._late) < MAX_LATE:
+                self._late.append((LATE_STEPS, load, at))
         self._landed.append(Landed(load, here, elsewhere))
+        del self._landed[:-MAX_ENDED]  # what is loaded for a request that has gone is asked for by nobody
 
     def before_model(self, names: Sequence[str], tables: Sequence[tuple[Any, int]]) -> None:
         """Record the loads for a step's requests that have ended, and those that land late."""
         try:
-            self._look_again()
+            self._record_late()
             if self._landed:
                 rows = [on_host(table[: len(names)], wait=True) for table, _ in tables]
                 self._flush(
@@ -139,7 +143,7 @@ class ConnectorCopies:
         except Exception as error:  # noqa: BLE001  # the forwards go on without it
             self._fault("before_model", error)
 
-    def _look_again(self) -> None:
+    def _record_late(self) -> None:
         """Record what has landed late."""
         late, self._late = self._late, []
         for left, load, at in late:
@@ -164,8 +168,9 @@ class ConnectorCopies:
 
     def _flush(self, names: Sequence[str], held: dict[str, list[set[int]]]) -> None:
         """Record the loads for certain requests ("" for any) that have ended; `held` are their blocks in each group."""
-        for one in [one for one in self._landed if one.load.name in names]:
-            self._landed.remove(one)
+        ended = [one for one in self._landed if one.load.name in names]
+        self._landed = [one for one in self._landed if one.load.name not in names]
+        for one in ended:
             load = one.load
             parts: dict[tuple[str, bool], list[int]] = {}
             hosts = [self._pages[page.group.index].get(page.key, (0, 0))[0] for page in load.pages]
