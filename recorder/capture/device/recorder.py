@@ -156,6 +156,11 @@ class DeviceRecorder:
         self._capture.after(note)
 
     @property
+    def off(self) -> str:
+        """Why nothing is recorded any more, empty while it is."""
+        return self.recorder.off or ("the device is captured no more" if self._capture.off else "")
+
+    @property
     def capture(self) -> DeviceCapture:
         """For callers that catch faults and take the time: its `before` and `after` do the same, and may raise."""
         return self._capture

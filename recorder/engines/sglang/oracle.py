@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...trace.header import Sampler
@@ -14,7 +15,9 @@ from .transfers import room_of
 class SglangOracle(OracleSampler):
     """The oracle of a scheduler's target model; a request that has a bootstrap room goes by that."""
 
-    def __init__(self, sampler: Sampler, target: Any, requests: SglangRequests, recorder: Recorder) -> None:
+    def __init__(
+        self, sampler: Sampler, target: Any, requests: SglangRequests, recorder: Recorder | DeviceRecorder
+    ) -> None:
         super().__init__(sampler)
         self._target = target
         self._requests = requests

@@ -5,6 +5,7 @@ What comes behind it - temperature, top-k, top-p, penalties, the sampler itself,
 
 from typing import Any
 
+from ...capture.device.recorder import DeviceRecorder
 from ...capture.recorder import Recorder
 from ...trace.header import Sampler
 from ..common.oracle import OracleSampler, force
@@ -14,7 +15,9 @@ from .step import VllmRequests
 class VllmOracle(OracleSampler):
     """The oracle of one runner, which knows these requests."""
 
-    def __init__(self, sampler: Sampler, runner: Any, requests: VllmRequests, recorder: Recorder) -> None:
+    def __init__(
+        self, sampler: Sampler, runner: Any, requests: VllmRequests, recorder: Recorder | DeviceRecorder
+    ) -> None:
         super().__init__(sampler)
         self._batch = runner.input_batch  # not the runner, by which the attachment holds this weakly
         self._requests = requests
