@@ -65,7 +65,7 @@ def main() -> int:
         raise SystemExit(f"{', '.join(missing)} missing: --device steps the published kernels of sglang 0.5.23 there")
     args.work.mkdir(parents=True, exist_ok=True)
     recordings = {fraction: make_trace(args.workload, args.work, fraction) for fraction in sorted(set(fractions))}
-    compile_all(recordings[min(recordings)], args)  # one of those that are timed: a smaller one may not compile the pass
+    compile_all(recordings[min(recordings)], args)  # a smaller one may not compile the pass
     begin = load()
     try:
         if args.device:

@@ -90,7 +90,8 @@ def told(summary: Any, report: Path) -> dict[str, Any]:
 
     import pyarrow.parquet as pq
 
-    left_out = ("seconds", "report", "settings", "coverage", "not_watched")  # the last two say which checks were asked for
+    # Those of `coverage` and `not_watched` say which checks were asked for.
+    left_out = ("seconds", "report", "settings", "coverage", "not_watched")
     found = {name: value for name, value in summary.to_json().items() if name not in left_out}
     tables = [pq.read_table(report / f"{name}.parquet").to_pylist() for name in ("violations", "findings")]
     digest = hashlib.sha256(json.dumps([found, tables], sort_keys=True, default=str).encode()).hexdigest()
