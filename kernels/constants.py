@@ -1,5 +1,6 @@
 """The canary's fixed numbers: record and violation layouts, launch tags, fail reasons, reserved slots and rows."""
 
+import re
 from enum import IntEnum, IntFlag
 from typing import Final
 
@@ -29,6 +30,10 @@ VIOLATION_EXPECTED_TOKEN: Final = 4
 VIOLATION_STORED_CHAIN_HASH: Final = 5
 VIOLATION_EXPECTED_AUX: Final = 6
 VIOLATION_FAIL_REASON: Final = 7
+
+ORACLE_NAME: Final = re.compile(r"hash|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+ANY_NUMBER: Final = 3  # for which Triton compiles what serves all: neither 1 nor a multiple of 16
 
 MAX_KV_SOURCES: Final = 4
 KV_ALIGN_BYTES: Final = 16  # device kernels load KV bytes 128 bits at a time

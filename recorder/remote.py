@@ -83,19 +83,21 @@ class RemotePath(PosixPath):
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         """Whether there is an object of that name, or one below it; raise `OSError` if the store cannot be asked."""
-        try:
-            self.stat()
-        except FileNotFoundError:
-            return False
-        return True
+        return self._mode() != 0
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         """Whether there are objects below it; raise `OSError`."""
-        return self.exists() and stat.S_ISDIR(self.stat().st_mode)
+        return stat.S_ISDIR(self._mode())
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
         """Whether there is an object of that name; raise `OSError`."""
-        return self.exists() and stat.S_ISREG(self.stat().st_mode)
+        return stat.S_ISREG(self._mode())
+
+    def _mode(self) -> int:
+        try:
+            return self.stat().st_mode
+        except FileNotFoundError:
+            return 0
 
     def iterdir(self) -> Iterator["RemotePath"]:  # type: ignore[override]  # of this class, as a path's own are of its
         """Yield what lies right below; raise `OSError`."""

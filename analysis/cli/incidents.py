@@ -13,7 +13,7 @@ import click
 from ...recorder.cli.program import console_for
 from ...recorder.errors import printable
 from ..errors import AnalysisError
-from . import errors_end, report_argument, say, say_error, trace_option
+from . import errors_end, report_argument, say_error, trace_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,52 +66,17 @@ def incidents_command(report: Path, trace: Path | None, explain: int | None, as_
 
 def _answer(report: Path, trace: Path | None, explain: int | None) -> tuple[dict[str, Any], int]:
     """Return a report's incidents as JSON has them, and when its trace began."""
-    from ..incidents.finding import find_incidents, read_incidents, trace_files, write_incidents
-    from ..store.sources import find_sources, read_summary
+    from ..store.report_incidents import incidents_of
 
-    summary = read_summary(report)
-    [source] = find_sources([report], trace=trace)
-    traces, why = list(source.files), source.problem
-    if source.segments:  # all that lie there, also those before the report's: they show how it came to that
-        whole = source.segments[0].with_name(Path(summary["trace"]).name)
-        traces, why = trace_files(whole, str(summary.get("trace_id"))), ""
-    torn = _torn_since(summary, traces)
-    stored = None if traces and not torn else read_incidents(report)
-    if stored is None:
-        found = find_incidents(report, traces)
-        try:
-            write_incidents(report, found)
-        except AnalysisError as error:  # a report that may only be read is shown all the same
-            say_error(error, kind="note: ")
-    incidents = found.rows if stored is None else stored
-    if explain is not None and explain > len(incidents):
-        raise AnalysisError(f"--explain {explain}: the report has {len(incidents)} incident(s)")
-    rows = incidents if explain is None else [incidents[explain - 1]]
-    if why or torn:
-        then = "so the kinds are less certain" if stored is None else "so what was found before is shown"
-        why = torn or f"{why}: the trace is not at hand"
-        say(f"note: {why}, {then} (--trace says where it is now)", err=True)
-    begin = summary.get("first_time_ns")
-    answer = {"report": str(report), "num_incidents": len(incidents), "incidents": rows}
+    found = incidents_of(report, trace)
+    if explain is not None and explain > len(found.rows):
+        raise AnalysisError(f"--explain {explain}: the report has {len(found.rows)} incident(s)")
+    for note in found.notes:
+        say_error(note, kind="note: ")
+    begin = found.summary.get("first_time_ns")
+    rows = found.rows if explain is None else [found.rows[explain - 1]]
+    answer = {"report": str(report), "num_incidents": len(found.rows), "incidents": rows}
     return answer, begin if isinstance(begin, int) else 0
-
-
-def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:
-    """Say which file of a trace that was whole when it was replayed has lost its end since; "" for none."""
-    from ...recorder.errors import TraceError
-    from ...recorder.trace.reader import TraceReader
-
-    if summary.get("complete") is not True:
-        return ""
-    for path in traces:
-        try:
-            with TraceReader(path) as reader:
-                whole = reader.complete
-        except TraceError:
-            whole = False
-        if not whole:
-            return f"{path}: torn, and was whole when it was replayed"
-    return ""
 
 
 def _show(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 from ...recorder.cli.program import GivenPath
 from ...recorder.errors import TraceError
 from ..errors import AnalysisError
-from . import errors_end, report_argument, say, trace_option
+from . import errors_end, report_argument, say, say_error, trace_option
 
 _EPILOG = """\b
 Examples:
@@ -56,11 +57,16 @@ def report_command(
     wrote, or the trace that it is of.
     """
     del issue  # the only kind
+    from ..store.output import private_output, spare
+
     with errors_end(TraceError):
-        named, text = _issue(report, incident, shrunk, trace)
+        named, text, kept = _issue(report, incident, shrunk, trace)
+        if output is not None:
+            spare(kept, output)
     if output is not None:
         try:
-            output.write_text(text, encoding="utf-8")
+            with private_output(output) as file:
+                file.write(text.encode())
         except OSError as error:
             raise click.ClickException(f"{output}: cannot be written: {error.strerror or error}") from None
     if as_json:
@@ -71,41 +77,43 @@ def report_command(
         click.echo(text, nl=False)
 
 
-def _issue(report: Path, number: int, shrunk: Path | None, moved: Path | None) -> tuple[dict[str, Any], str]:
-    """Return what an incident is called and where it is from, and its text."""
+def _issue(
+    report: Path, number: int, shrunk: Path | None, moved: Path | None
+) -> tuple[dict[str, Any], str, list[Path]]:
+    """Return what an incident is called and where it is from, its text, and the files that it is made of."""
     from ... import __version__
+    from ...recorder.trace.files import shrunk_path
     from ...recorder.trace.reader import TraceReader
-    from ..incidents.finding import find_incidents, read_incidents, write_incidents
     from ..issue import issue_text
-    from ..store.sources import find_sources, read_summary, reports_named
+    from ..store.report_incidents import incidents_of
+    from ..store.sources import reports_named
 
     reports = reports_named(report)
     if len(reports) > 1:
         raise AnalysisError(f"{report}: holds {len(reports)} reports; name one of them")
-    [source] = find_sources(reports, trace=moved)
-    folder, summary = reports[0], read_summary(reports[0])
-    rows = read_incidents(folder)
-    if rows is None:
-        found = find_incidents(folder, list(source.files))
-        write_incidents(folder, found)
-        rows = found.rows
-    if number > len(rows):
-        raise AnalysisError(f"--incident {number}: {folder} has {len(rows)} incident(s)")
+    folder = reports[0]
+    found = incidents_of(folder, moved)
+    if number > len(found.rows):
+        lists = shlex.join(["kvcanary", "incidents", str(folder)])
+        raise AnalysisError(f"--incident {number}: {folder} has {len(found.rows)} incident(s); {lists} lists them")
+    for note in found.notes:
+        say_error(note, kind="note: ")
     header = None
-    if source.files:
-        with TraceReader(source.files[0]) as reader:
+    if found.source.files:
+        with TraceReader(found.source.files[0]) as reader:
             header = reader.header
     small = shrunk
-    if small is None and source.trace is not None:
-        beside = source.trace.with_name(f"{source.trace.stem}.shrunk.arrow")
-        small = beside if beside.is_file() else None
+    if small is None and found.source.trace is not None:
+        trace = found.source.trace
+        beside = [shrunk_path(trace), *([shrunk_path(trace.parent)] if found.source.segments else [])]
+        small = next((path for path in beside if path.is_file()), None)
     part = None
     if small is not None:
         with TraceReader(small) as reader:
             part = small, reader.header
         if part[1].shrunk is None:
             raise AnalysisError(f"{small}: is no shrunk trace; make one with kvcanary shrink")
-    row = rows[number - 1]
-    text = issue_text(folder, summary, row, header, version=__version__, shrunk=part)
+    row = found.rows[number - 1]
+    text = issue_text(folder, found.summary, row, header, version=__version__, shrunk=part)
     named = {"report": str(folder), "incident": number, "kind": row["kind"], "shrunk": str(small) if small else None}
-    return named, text
+    return named, text, [*found.source.kept, *([small] if small else [])]

@@ -14,7 +14,6 @@ import click
 
 from ...recorder.cli.program import CommandError, GivenPath
 from ...recorder.errors import TraceError
-from ..errors import AnalysisError
 from . import errors_end, say
 
 if TYPE_CHECKING:
@@ -63,15 +62,17 @@ def shrink_command(trace: Path, output: Path | None, incident: int, seconds: flo
     that says of itself what it is. Tokens and KV bytes are salted with a salt that nobody keeps, requests and slots have new
     names, and a last replay proves that it shows the same: the same kind, who wrote what and who read it.
     """
+    from ...recorder.trace.files import shrunk_path
+    from ...recorder.trace.recordings import one_recording
     from ..shrink.shrink import NothingToShrinkError, shrink
 
-    target = output or trace.with_name(f"{trace.stem}.shrunk.arrow")
+    target = output or shrunk_path(trace)
     if target.exists() and not force:
         raise CommandError(f"{target}: exists; pass --force to replace it, or name another with -o")
     if not target.parent.is_dir():
         raise CommandError(f"{target}: its folder does not exist; create it first")
     with errors_end(TraceError), _progress(as_json) as told:
-        paths = _one_recording(trace)
+        paths = one_recording(trace)
         if any(path.exists() and target.exists() and path.samefile(target) for path in paths):
             raise CommandError(f"{target}: is the trace itself; name another file with -o")
         try:
@@ -86,18 +87,6 @@ def shrink_command(trace: Path, output: Path | None, incident: int, seconds: flo
         _show(result)
     if result.stopped == "interrupted":
         sys.exit(EXIT_INTERRUPTED)
-
-
-def _one_recording(trace: Path) -> tuple[Path, ...]:
-    from ...recorder.trace.recordings import group_recordings, traces_in
-
-    if not trace.is_dir():
-        return (trace,)
-    recordings, _ = group_recordings(traces_in(trace))
-    if len(recordings) > 1:
-        names = ", ".join(recording.name for recording in recordings[:5])
-        raise AnalysisError(f"{trace}: holds {len(recordings)} recordings; name one of them: {names}")
-    return recordings[0].paths
 
 
 @contextmanager

@@ -113,7 +113,16 @@ def _run(
     from ..store.sources import find_sources, named_in
     from ..store.store import build_store
 
-    if len(paths) == 1 and is_table(paths[0]):
+    tables = [path for path in paths if is_table(path)]
+    if tables:
+        given = [f"--{name}" for name in ("trace", "save", "live") if options[name]]
+        if given or len(paths) > 1:
+            what = f"{given[0]} goes with a report" if given else "a table of many reports is asked alone"
+            raise click.UsageError(f"{what}; {tables[0]} is a table, made by kvcanary collect")
+        if output is not None:
+            spare([script] if script else [], output)
+            if output.resolve().is_relative_to(paths[0].resolve()):
+                raise AnalysisError(f"{output}: lies in the table that is asked; name a file elsewhere with -o")
         with open_table(paths[0], unlocked=options["unlocked"]) as session:
             for problem in session.problems:
                 say(f"note: {problem}", err=True)

@@ -10,7 +10,7 @@ import duckdb
 
 from ...recorder.errors import TraceError
 from ...recorder.trace.header import TraceHeader
-from ...recorder.trace.recordings import group_recordings, recording_name, traces_in
+from ...recorder.trace.recordings import one_recording, recording_name
 from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
 from ..store.live import connect, private_folder, quoted
@@ -41,7 +41,7 @@ def diff_traces(
     """
     settings = settings or DiffSettings()
     try:
-        files = (_files(a), _files(b))
+        files = [one_recording(trace) if isinstance(trace, Path) else trace for trace in (a, b)]
         headers = (_header(files[0]), _header(files[1]))
         plan = plan_comparison(*headers, settings)
         with ExitStack() as resources:
@@ -62,19 +62,6 @@ def diff_traces(
         ) from None
     except duckdb.OutOfMemoryException as error:
         raise AnalysisError(f"no room for the join: {error}; narrow it with --requests, or --no-kv") from None
-
-
-def _files(trace: Path | Sequence[Path]) -> Sequence[Path]:
-    """Return a trace's file, or the segments of the one recording in a folder."""
-    if not isinstance(trace, Path):
-        return trace
-    if not trace.is_dir():
-        return [trace]
-    recordings, _ = group_recordings(traces_in(trace))
-    if len(recordings) > 1:
-        names = ", ".join(Path(recording.name).name for recording in recordings[:5])
-        raise AnalysisError(f"{trace}: holds {len(recordings)} recordings, {names}; name one of them")
-    return recordings[0].paths
 
 
 def _header(files: Sequence[Path]) -> TraceHeader:

@@ -204,7 +204,7 @@ def open_table(table: Path, *, unlocked: bool = False) -> ReportsTable:
     )
     try:
         listed = filesystem.get_file_info(pyarrow.fs.FileSelector(top, recursive=True))
-    except OSError as error:
+    except (OSError, pa.ArrowException) as error:
         raise AnalysisError(f"{table}: cannot be listed ({first_line(error)})") from None
     paths = sorted(one.path for one in listed if one.is_file and one.path.endswith(".parquet") and "/." not in one.path)
     rows = _dataset(filesystem, top, paths)

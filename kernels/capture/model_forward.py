@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from ..constants import ANY_NUMBER
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
 from .frames import AttentionLens, AttentionTensors, FrameLayout, ModelInput
 
@@ -22,14 +23,13 @@ class _AnyPointer:
 
 
 _ANY_ADDRESS: Final = 8
-_ANY_NUMBER: Final = 3
 
 
 def _anything(value: Any) -> Any:
     """Return what stands for an argument where a kernel is compiled for all values and alignments."""
     if isinstance(value, tuple):
         return tuple(_anything(one) for one in value)
-    return _ANY_NUMBER if isinstance(value, int) else _AnyPointer(value.dtype)
+    return ANY_NUMBER if isinstance(value, int) else _AnyPointer(value.dtype)
 
 
 def _words(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,10 +7,12 @@ constant if it is 1, whatever `do_not_specialize` says: a form is compiled with 
 """
 
 import functools
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
+
+from ..constants import ANY_NUMBER
 
 
 class Prepared(tuple[Any, ...]):
@@ -23,7 +25,6 @@ class Prepared(tuple[Any, ...]):
         return _gather(tuple(self), words), tuple(words)
 
 
-_ANY_NUMBER: Final = 3  # neither 1 nor a multiple of 16
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -84,7 +85,7 @@ def _plain(arguments: tuple[Any, ...], *, numbers: bool = True, inner: bool = Fa
     return tuple(
         _plain(value, numbers=numbers, inner=True)
         if isinstance(value, tuple)
-        else _ANY_NUMBER
+        else ANY_NUMBER
         if inner and not numbers and type(value) is int
         else value
         for value in arguments

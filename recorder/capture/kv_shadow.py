@@ -20,7 +20,7 @@ from .host_arrays import gather_kv, mask_to_runs, on_device, on_host
 from .kv_tensor import KvLayers, KvTensor
 
 Source = KvSource | KvTensor
-Looked = Source | KvLayers
+StreamSource = Source | KvLayers
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -32,7 +32,7 @@ class GroupKvShadow:
 
     __slots__ = ("_backend", "_tiers", "any_lost", "group", "sources")
 
-    def __init__(self, group: PoolGroup, sources: list[Looked], *, backend: str) -> None:
+    def __init__(self, group: PoolGroup, sources: list[StreamSource], *, backend: str) -> None:
         self.group = group
         self.sources = sources
         self.any_lost = False
@@ -190,7 +190,7 @@ def group_shadows(
         GroupKvShadow(
             group,
             [
-                _looked(f"kv_sources[{g}, {s}]", kv_sources[g, s], group, stream, backend)
+                _stream_source(f"kv_sources[{g}, {s}]", kv_sources[g, s], group, stream, backend)
                 for s, stream in enumerate(group.streams)
             ],
             backend=backend,
@@ -245,7 +245,7 @@ def _overlap(one: Source, other: Source) -> bool:
     return within < near.read_bytes or within + far.read_bytes > size
 
 
-def _looked(name: str, source: Source, group: PoolGroup, stream: KvStream, backend: str) -> Looked:
+def _stream_source(name: str, source: Source, group: PoolGroup, stream: KvStream, backend: str) -> StreamSource:
     """Return what reads a stream's bytes from its source."""
     if stream.samples:
         if not isinstance(source, KvTensor):

@@ -174,9 +174,9 @@ class KvLayers:
 
     def first_layer_is_zeros(self, slots: Int64Array, judged: ByteArray) -> BoolArray:
         """Say of each slot that is judged whether its row in the first layer is all zeros, `[n]`."""
-        only, rows = np.arange(len(self._rows)) == 0, np.zeros_like(self._rows)
-        every = np.where(judged > 0, 2, 0).astype(np.uint8)
-        found, _ = layers.find_values(self._layers, self.stream.dtype, slots, every, only, rows, backend=self._backend)
+        first, rows = self._layers._replace(layers=self._layers.layers[:1]), np.zeros((1, 2), np.int64)
+        every, only = np.where(judged > 0, 2, 0).astype(np.uint8), np.ones(1, np.bool_)
+        found, _ = layers.find_values(first, self.stream.dtype, slots, every, only, rows, backend=self._backend)
         return found[:, 2] > 0
 
 

@@ -36,7 +36,13 @@ Exit codes: 0 all that is finished was shipped, 2 something could not be (it is 
 @click.argument("folder", type=GivenPath(exists=True, file_okay=False))
 @click.argument("target", metavar="URL", type=GivenPath(url=True))
 @click.option("--once", is_flag=True, help="Ship what is finished now, and end.")
-@click.option("--every", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Seconds between looks.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.1),
+    default=5.0,
+    show_default=True,
+    help="How often to look for finished files, in seconds.",
+)
 @click.option("--keep", is_flag=True, help="Delete nothing.")
 @click.option(
     "--leave",

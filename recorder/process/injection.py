@@ -1,4 +1,4 @@
-"""Which fault `kvcanary inject` asks an engine's processes for, as they are told: in one variable, never in a file of settings."""
+"""Which fault `kvcanary inject` asks an engine's processes for, by one variable, never by a file of settings."""
 
 import json
 from dataclasses import asdict, dataclass

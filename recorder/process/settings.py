@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ...kernels.constants import ORACLE_NAME
 from ..trace.files import all_segments
 
 if TYPE_CHECKING:
@@ -92,9 +93,8 @@ class RecordingSettings(WriterSettings):
     oracle: str = ""
     inject: "Injection | None" = None
 
-    @property
-    def sampling_seed(self) -> int | None:
-        """A seed for what is sampled of all layers, another one each time; None if nothing is to be."""
+    def new_sampling_seed(self) -> int | None:
+        """Draw a seed for what is sampled of all layers; None if nothing is to be."""
         return secrets.randbits(32) if self.all_layers == "on" and self.capture_bytes else None
 
     def writer_options(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Setting:
         if self.kind == "word":
             return text if text in self.words else None
         if self.kind == "oracle":
-            return text if re.fullmatch(r"hash|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text) else None
+            return text if ORACLE_NAME.fullmatch(text) else None
         if self.kind == "signal":
             name = text.upper().removeprefix("SIG")
             return int(signal.Signals["SIG" + name]) if name in SIGNALS else None

@@ -49,6 +49,13 @@ def recording_path(path: Path) -> Path:
     return path if split is None else path.with_name(f"{split[0]}.arrow")
 
 
+def shrunk_path(path: Path) -> Path:
+    """Return where `kvcanary shrink` writes by default: `trace.shrunk.arrow` for `trace.arrow`, a segment of it, or a folder
+    `trace` with its segments.
+    """
+    return path.with_name(f"{base_name(recording_path(path))}.shrunk.arrow")
+
+
 def tail_paths(trace: Path) -> tuple[Path, Path]:
     """Return where the tail of a trace lies; all segments of a recording have one."""
     name = recording_path(trace).name

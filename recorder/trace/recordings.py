@@ -60,6 +60,17 @@ def traces_in(folder: Path) -> list[Path]:
     return found
 
 
+def one_recording(path: Path) -> tuple[Path, ...]:
+    """Return a trace's file, or the segments of the one recording in a folder. Raises `TraceError` if there are more."""
+    if not path.is_dir():
+        return (path,)
+    recordings, _ = group_recordings(traces_in(path))
+    if len(recordings) > 1:
+        names = ", ".join(Path(recording.name).name for recording in recordings[:5])
+        raise TraceError(f"{path}: holds {len(recordings)} recordings, {names}; name one of them")
+    return recordings[0].paths
+
+
 def _newer(path: Path, than: Path) -> bool:
     try:
         return path.stat().st_mtime_ns > than.stat().st_mtime_ns

@@ -14,7 +14,9 @@ from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, register
 from .history import History
 
-MAX_HELD: Final = 1 << 20
+MAX_HELD: Final = (
+    1 << 20
+)  # pages of storages whose stores are remembered: past that all are forgotten, and judged by nothing
 _LOW: Final = 0xFFFFFFFF
 _COLUMNS: Final = ("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed")
 _OTHER_ORDER: Final = "the same bytes in another order"

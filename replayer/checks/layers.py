@@ -21,7 +21,7 @@ _CHUNK_BYTES: Final = 8 * CHUNK_WORDS
 _SAID: Final = {
     "nan": "NaN in {rows} of K or V written",
     "infinite": "an infinity in {rows} of K or V written",
-    "zeros": "{rows} of K or V written are all zeros, as none of that layer was before",
+    "zeros": "{rows} of K or V written {are} all zeros, as none of that layer was before",
 }
 
 
@@ -135,7 +135,8 @@ class BadValues(HistoryCheck):
             _, number, kind, layer, token, _ = mine[np.lexsort((mine[:, 2], mine[:, 1], mine[:, 3]))[0]].tolist()
             cause, rows = WRITTEN_VALUES[kind], int(mine[mine[:, 2] == kind, 5].sum())
             group, stream = self.history.header.streams(forward.runner)[number]
-            said = _SAID[cause].format(rows="one row" if rows == 1 else f"{rows:,} rows")
+            count = ("one row", "is") if rows == 1 else (f"{rows:,} rows", "are")
+            said = _SAID[cause].format(rows=count[0], are=count[1])
             phase = {"extend": "prefill", "draft_extend": "prefill"}.get(forward.mode, forward.mode)
             place = {"group": group, "position": int(forward.positions[token])}
             written = next((one.written for one in view.groups if one.pool.index == group), None)

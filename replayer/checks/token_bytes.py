@@ -40,9 +40,9 @@ class _Stream:
     """What is remembered of a stream: of each key, ascending, the last bytes, those before them, and where both stand.
 
     `pairs` counts repeats that tell something, `by` how far those of them that are not equal differ, `found` all that differ by
-    more than rounding: by how much, the place, the place of the token before, and the key. `alike` has by identity the events
-    `[n, 2]` from one to the other of which a token came again with the bytes that it had: weights and adapter are the same.
-    `right` are identity and event of forwards that wrote such tokens.
+    more than rounding: by how much, the place, the place of the token before, the key, and whether the same forward wrote other
+    tokens of the same identity with the bytes that they had. `alike` has by identity the events `[n, 2]` from one to the other of
+    which a token came again so: weights and adapter are the same.
     """
 
     keys: Int64Array
@@ -52,9 +52,8 @@ class _Stream:
     older_places: Int64Array
     pairs: int = 0
     by: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    found: list[tuple[float, list[int], list[int], int]] = field(default_factory=list)
+    found: list[tuple[float, list[int], list[int], int, bool]] = field(default_factory=list)
     alike: dict[int, Int64Array] = field(default_factory=dict)
-    right: set[tuple[int, int]] = field(default_factory=set)
 
 
 @register
@@ -208,7 +207,7 @@ class TokenBytes(HistoryCheck):
         alike[differ] = by <= _ROUNDING[dtype]
         ends, begins = (places[np.flatnonzero(alike) - n, _EVENT] for n in (0, 1))
         spans, of = np.stack([begins, ends], axis=1), keys[alike] >> 40
-        known.right.update(map(tuple, np.unique(np.stack([of, ends], axis=1), axis=0).tolist()))
+        right = set(zip(of.tolist(), ends.tolist(), strict=True))
         for at, much in zip(differ.tolist(), by.tolist(), strict=True):
             if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
                 continue
@@ -217,7 +216,9 @@ class TokenBytes(HistoryCheck):
                 spans = np.append(spans, [[places[at - 2, _EVENT], places[at, _EVENT]]], axis=0)
                 of = np.append(of, keys[at] >> 40)
                 continue
-            known.found.append((much, places[at].tolist(), places[at - 1].tolist(), int(keys[at])))
+            key, place = int(keys[at]), places[at].tolist()
+            among_right = (key >> 40, place[_EVENT]) in right  # all that a forward wrote comes at once
+            known.found.append((much, place, places[at - 1].tolist(), key, among_right))
         for identity in np.unique(of).tolist():
             before = known.alike.get(identity, spans[:0])
             known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
@@ -228,11 +229,12 @@ class TokenBytes(HistoryCheck):
         known.keys, known.rows, known.older = keys[last], rows[last], rows[older]
         known.places, known.older_places = places[last], places[older]
 
-    def _same_weights(self, stream: _Stream, identity: int, begin: int, end: int) -> bool:
-        """Say whether other tokens show that from one event to another an identity's weights and adapter were not replaced."""
-        spans = stream.alike.get(identity, np.empty((0, 2), np.int64))
-        spanned = bool(((spans[:, 0] <= begin) & (end <= spans[:, 1])).any())
-        return spanned and (identity in self._weights_known or (identity, end) in stream.right)
+    def _same_weights(self, stream: _Stream, one: tuple[float, list[int], list[int], int, bool]) -> bool:
+        """Say whether other tokens show that weights and adapter were not replaced between the two places of what differs."""
+        _, place, before, key, among_right = one
+        spans = stream.alike.get(key >> 40, np.empty((0, 2), np.int64))
+        spanned = bool(((spans[:, 0] <= before[_EVENT]) & (place[_EVENT] <= spans[:, 1])).any())
+        return spanned and (key >> 40 in self._weights_known or among_right)
 
     def _judge(self, runner: int, number: int, stream: _Stream) -> Iterator[Finding]:
         by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
@@ -245,11 +247,11 @@ class TokenBytes(HistoryCheck):
         together: dict[tuple[int, int], list[Any]] = {}
         for one in stream.found:
             # Else nothing shows that weights and adapter were those of before.
-            if one[0] > limit and self._same_weights(stream, one[3] >> 40, one[2][_EVENT], one[1][_EVENT]):
+            if one[0] > limit and self._same_weights(stream, one):
                 together.setdefault((one[1][_EVENT], one[1][_REQUEST]), []).append(one)
         names = self.history.request_table
         for (event, request), members in together.items():
-            much, place, before, key = members[0]
+            much, place, before, key, _ = members[0]
             token = key & (1 << 40) - 1
             detail = (
                 f"wrote token {token} with other bytes than request {names.name(before[_REQUEST])} in forward "

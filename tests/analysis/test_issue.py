@@ -2,10 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.shrink.shrink import shrink
+from kvcanary.analysis.store import report_incidents
 from kvcanary.cli import main
+from kvcanary.recorder.trace.files import shrunk_path
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -54,7 +58,7 @@ def test_the_shrunk_trace_beside_it_is_named(report, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--issue", "--incident", "7"], "has 1 incident(s)"),
+        (["--issue", "--incident", "7"], "has 1 incident(s); kvcanary incidents "),
         ([], "--issue"),
         (["--issue", "--shrunk"], "no shrunk trace"),
     ],
@@ -64,3 +68,27 @@ def test_what_is_wrong_is_said(report, capsys, arguments, says):
     with pytest.raises(SystemExit) as end:
         main(["report", "--json", *arguments, *map(str, whole), str(report)])
     assert end.value.code == 2 and says in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_the_text_takes_the_place_of_no_file_that_it_is_made_of(report, capsys):
+    trace = report.with_name("t.arrow")
+    before = trace.read_bytes()
+    with pytest.raises(SystemExit) as end:
+        main(["report", "--issue", str(report), "-o", str(trace)])
+    assert (end.value.code, trace.read_bytes()) == (2, before)
+    with pytest.raises(SystemExit) as end:
+        main(["report", "--issue", str(report), "-o", str(report.with_name("issue.md"))])
+    assert end.value.code == 0 and report.with_name("issue.md").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_report_that_may_only_be_read_has_its_issue_all_the_same(report, capsys, monkeypatch):
+    def refuse(*_):
+        raise AnalysisError("cannot be written")
+
+    monkeypatch.setattr(report_incidents, "write_incidents", refuse)
+    assert "hit_differs" in text_of(capsys, "--issue", report)
+
+
+@pytest.mark.parametrize("given", ["t.arrow", "t.000003.arrow", "t"])
+def test_a_shrunk_trace_has_one_name(given):
+    assert shrunk_path(Path("/a") / given) == Path("/a/t.shrunk.arrow")

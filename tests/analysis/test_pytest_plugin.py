@@ -67,6 +67,16 @@ def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
 ACTION = ROOT / ".github" / "actions" / "replay"
 
 
+def act(folder: Path, traces: object, *, first_on_path: Path, **more: str) -> tuple[int, str, str]:
+    """Run the GitHub action's script; return its exit code, its outputs and the job's summary."""
+    summary, output = folder / "summary.md", folder / "output"
+    given = {"TRACES": str(traces), "ACTION": str(ACTION), "RUNNER_TEMP": str(folder)} | more
+    given |= {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_OUTPUT": str(output), "GITHUB_WORKSPACE": str(folder)}
+    path = os.pathsep.join(map(str, (first_on_path, Path(sys.executable).parent, os.environ["PATH"])))
+    done = subprocess.run(["bash", ACTION / "replay.sh"], env=os.environ | given | {"PATH": path}, check=False)
+    return done.returncode, output.read_text(), summary.read_text()
+
+
 @pytest.mark.parametrize(
     ("trace", "code", "said"),
     [
@@ -75,10 +85,18 @@ ACTION = ROOT / ".github" / "actions" / "replay"
     ],
 )
 def test_the_github_action_puts_incidents_into_the_summary(tmp_path: Path, trace: str, code: int, said: str) -> None:
-    summary, output = tmp_path / "summary.md", tmp_path / "output"
-    given = {"TRACES": str(DATA / trace), "ACTION": str(ACTION), "RUNNER_TEMP": str(tmp_path)}
-    given |= {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_OUTPUT": str(output), "GITHUB_WORKSPACE": str(tmp_path)}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(["bash", ACTION / "replay.sh"], env=os.environ | given | {"PATH": path}, check=False)
-    assert (done.returncode, output.read_text()) == (code, f"exit-code={code}\n")
-    assert said in summary.read_text(), summary.read_text()
+    *ended, summary = act(tmp_path, DATA / trace, first_on_path=Path(sys.executable).parent)
+    assert ended == [code, f"exit-code={code}\n"]
+    assert said in summary, summary
+
+
+@pytest.mark.parametrize(("inconclusive", "code"), [("", 0), ("false", 0), ("true", 125)])
+def test_whether_an_inconclusive_verdict_fails_the_job_is_an_input(
+    tmp_path: Path, inconclusive: str, code: int
+) -> None:
+    replay = tmp_path / "kvcanary-replay"
+    replay.write_text('#!/bin/sh\necho \'{"verdict": "inconclusive", "trace": "t.arrow"}\'\nexit 125\n')
+    replay.chmod(0o700)
+    *ended, summary = act(tmp_path, "t.arrow", first_on_path=tmp_path, INCONCLUSIVE=inconclusive)
+    assert ended == [code, "exit-code=125\n"]
+    assert "inconclusive" in summary

@@ -120,3 +120,18 @@ def test_what_is_no_report_is_one_line(table: Path, tmp_path: Path) -> None:
     done = run("collect", tmp_path / "reports", table, "--json")
     assert (done.returncode, len(json.loads(done.stdout)["added"])) == (2, 3)
     assert list(json.loads(done.stdout)["failed"]) == [str(broken)]
+
+
+def test_what_does_not_go_with_a_table_is_refused(table: Path, tmp_path: Path) -> None:
+    for more, says in (
+        (["--save"], "--save goes with a report"),
+        (["--live"], "--live goes with a report"),
+        (["--trace", tmp_path / "t.arrow"], "--trace goes with a report"),
+        (["-o", sorted(table.rglob("*.parquet"))[0]], "lies in the table"),
+    ):
+        done = run("sql", table, "from judged", *more)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+    script = tmp_path / "query.sql"
+    script.write_text("from judged")
+    done = run("sql", table, "-f", script, "-o", script)
+    assert (done.returncode, script.read_text()) == (2, "from judged")

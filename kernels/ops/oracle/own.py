@@ -1,6 +1,5 @@
 """The protocol of a token oracle, and where one is found by its name: `hash`, or `module:name` for one's own."""
 
-import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final, Protocol
@@ -8,10 +7,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from ...arrays import Int64Array
+from ...constants import ORACLE_NAME
 from .reference import MAX_VOCAB, oracle_tokens
 
 HASH: Final = "hash"
-ORACLE_NAME: Final = re.compile(r"hash|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 Tokens = Callable[[Int64Array, Int64Array], Int64Array]
 

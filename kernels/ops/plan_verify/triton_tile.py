@@ -126,6 +126,26 @@ def _put_down(
 
 
 @triton.jit
+def _failed_rows(reason, bad_kv, checked, BUFFERS: tl.constexpr):
+    """Whether each lane has a row, in a byte for each buffer: a lane has at most 255 tiles before they are summed."""
+    failed = checked.to(tl.int32) * 0
+    for b in tl.static_range(BUFFERS):
+        here = reason | ((bad_kv >> b) & 1)
+        failed += tl.where(checked & (here != 0), 1 << (8 * b), 0)
+    return failed
+
+
+@triton.jit
+def _add_counts(ends, failed_plan, failed_verify, entries, split, BUFFERS: tl.constexpr):
+    """Add a unit's failed look-ups, and of a request's first unit its entries, to the counters."""
+    add_where_any(ends[0], failed_plan)
+    for b in tl.static_range(BUFFERS):
+        add_where_any(ends[1][b], failed_verify)
+        if split == 0:
+            add_where_any(ends[2][b], entries)
+
+
+@triton.jit
 def check_unit(
     place, inputs, numbers, pools, num_slots, ends, ASKED: tl.constexpr, STRIDES: tl.constexpr, SOURCES: tl.constexpr,
     ENDS: tl.constexpr, T: tl.constexpr, EMIT: tl.constexpr,
@@ -212,10 +232,7 @@ def check_unit(
                     missed_plan += (beyond & active).to(tl.int32)
                     missed_verify += (active & ((slot < 0) | (slot >= num_slots))).to(tl.int32)
                     missed_verify += (checked & (prev_slot >= num_slots)).to(tl.int32)
-                    # A byte for each buffer: a lane has at most 255 tiles before they are summed.
-                    for b in tl.static_range(buffers):
-                        here = reason | ((bad_kv >> b) & 1)
-                        rows_found += tl.where(checked & (here != 0), 1 << (8 * b), 0)
+                    rows_found += _failed_rows(reason, bad_kv, checked, buffers)
                     if tile - split * share == 254:
                         counts += _sum_bytes(rows_found, quarter)
                         rows_found = tl.zeros([T], tl.int32)
@@ -226,9 +243,5 @@ def check_unit(
                     failed_verify += tl.sum(missed_verify)
                     counts += _sum_bytes(rows_found, quarter)
         if not EMIT:
-            add_where_any(ends[0], failed_plan)
-            for b in tl.static_range(buffers):
-                add_where_any(ends[1][b], failed_verify)
-                if split == 0:
-                    add_where_any(ends[2][b], prefix - start)
+            _add_counts(ends, failed_plan, failed_verify, prefix - start, split, buffers)
     return counts

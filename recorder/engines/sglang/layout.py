@@ -94,7 +94,7 @@ class SglangLayout:
         self.states: list[StatePool] = []
         self.state_parts: dict[int, list[Any]] = {}
         self._settings = settings
-        self._seed = settings.sampling_seed
+        self._seed = settings.new_sampling_seed()
         for runner in model_runners:
             self._add_runner(runner)
 

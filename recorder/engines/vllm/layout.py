@@ -83,7 +83,7 @@ class VllmLayout:
         self.draft = next((replace(one, index=len(self.groups)) for one in drafts if one is not None), None)
         if not self.groups:
             raise ValueError("no KV-cache group of this model can be recorded: " + "; ".join(self.notes))
-        self.kv = KvCapture(runner, self.groups, settings.capture_bytes, settings.sampling_seed)
+        self.kv = KvCapture(runner, self.groups, settings.capture_bytes, settings.new_sampling_seed())
         self.notes += self.kv.notes
         for group in self.groups:
             if settings.capture_bytes and group.index not in self.kv.streams:

@@ -45,7 +45,9 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine.GPUModelRunner, "own_tables", False)
     monkeypatch.setattr(kv, "stored_plainly", lambda *_: {"K", "V"})
     monkeypatch.setattr(recording, "on_gpu", lambda _: True)
-    monkeypatch.setattr(RecordingSettings, "sampling_seed", None)  # other layers are sampled on the CPU alone
+    monkeypatch.setattr(
+        RecordingSettings, "new_sampling_seed", lambda _: None
+    )  # other layers are sampled on the CPU alone
     monkeypatch.setattr(model_forward, "PROGRAMS", 6)  # the interpreter runs one program after another
     monkeypatch.setattr(model_forward, "TILE", 16)
 

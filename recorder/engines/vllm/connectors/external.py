@@ -33,7 +33,7 @@ def connector_of(config: Any) -> str:
     return str(getattr(transfer, "kv_connector", "") or "unknown")
 
 
-class Load(NamedTuple):
+class ExternalSlots(NamedTuple):
     """What is loaded for a request in one group: `slots` `[n] int64` from position `start` on.
 
     `own` is not set if the slots are the prefix cache's, and loaded anew in passing.
@@ -66,7 +66,7 @@ class ExternalLoads:
         self._requests = requests
         self._recorder = recorder
         self._scheduler = scheduler
-        self._loads: dict[str, list[Load]] = {}
+        self._loads: dict[str, list[ExternalSlots]] = {}
         self._under_way: set[str] = set()
         self._ends_are_seen = False
         self._landed: set[str] = set()  # requests whose load the runner has seen end, if it has no scheduler
@@ -98,7 +98,7 @@ class ExternalLoads:
             held = slots >= size
             for mine, own in ((held & (positions < local), False), (held & (positions >= local), True)):
                 if mine.any():
-                    load = Load(group.index, int(positions[mine][0]), slots[mine], own)
+                    load = ExternalSlots(group.index, int(positions[mine][0]), slots[mine], own)
                     self._loads.setdefault(name, []).append(load)
 
         return on_allocated
@@ -138,7 +138,7 @@ class ExternalLoads:
             if load.own or status == "end":
                 self._receive(status, load, known.request_id if known is not None and load.own else -1)
 
-    def _receive(self, status: TransferStatus, load: Load, request_id: int) -> None:
+    def _receive(self, status: TransferStatus, load: ExternalSlots, request_id: int) -> None:
         where: dict[str, Any] = {
             "group": load.group,
             "slots": load.slots,
@@ -179,7 +179,9 @@ class ExternalLoads:
                 slots = read.slots[ragged_index(offsets[r : r + 1], read.counts[r : r + 1])]
                 slots = slots[slots >= group.block_size]
                 if slots.size:
-                    self._receive("end", Load(group.index, int(step.prefix[r]) - slots.size, slots, own=False), -1)
+                    self._receive(
+                        "end", ExternalSlots(group.index, int(step.prefix[r]) - slots.size, slots, own=False), -1
+                    )
 
 
 def not_watched(config: Any, storage: Storage | None, *, on_gpu: bool) -> list[NotWatched]:
