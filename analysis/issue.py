@@ -9,9 +9,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..recorder.trace.files import shrunk_path
 from ..recorder.trace.header import TraceHeader
 from .incidents.places import open_parquet
-from .incidents.schema import MEMBERS_NAME
 
 _COUNTS: Final = ("forwards", "requests", "tokens")
 _ROWS: Final = 8  # of violations and of findings that are shown
@@ -60,14 +60,15 @@ def issue_text(
     incident: dict[str, Any],
     header: TraceHeader | None,
     *,
+    members: pa.Table,
     version: str,
     shrunk: tuple[Path, TraceHeader] | None,
 ) -> str:
     """Return the Markdown of one incident of a report; raise `AnalysisError` if a file of the report is missing.
 
-    `header` is the trace's, None if it is not at hand; `shrunk` the smallest trace that shows the incident, with its header.
+    `header` is the trace's, None if it is not at hand; `members` are as in `MEMBER_SCHEMA`; `shrunk` the smallest trace that shows the incident, with its header.
     """
-    tables = [_rows(report, name, incident) for name in ("violations", "findings")]
+    tables = [_rows(report, name, members, incident) for name in ("violations", "findings")]
     named = [
         row[column] for rows in tables for row in rows for column in ("request", "writer_request") if row.get(column)
     ]
@@ -131,18 +132,13 @@ def _sign(incident: dict[str, Any], masked: Masked) -> list[str]:
     return [f"- {name}: {masked.text(text)}" for name, text in named if text]
 
 
-def _rows(report: Path, name: str, incident: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(report: Path, name: str, members: pa.Table, incident: dict[str, Any]) -> list[dict[str, Any]]:
     """Return an incident's first rows of violations or findings: those of its first event and slots on."""
-    members = _table(report / MEMBERS_NAME)
     of_it = pc.equal(members["incident"], incident["incident"])
     mine = members.filter(pc.and_(of_it, pc.equal(members["source"], name.removesuffix("s"))))["number"]
-    found: list[dict[str, Any]] = _table(report / f"{name}.parquet").take(mine.slice(0, 64 * _ROWS)).to_pylist()
+    with open_parquet(report / f"{name}.parquet") as file:
+        found: list[dict[str, Any]] = file.read().take(mine.slice(0, 64 * _ROWS)).to_pylist()
     return sorted(found, key=lambda row: row["event"])[:_ROWS]
-
-
-def _table(path: Path) -> pa.Table:
-    with open_parquet(path) as file:
-        return file.read()
 
 
 def _evidence(tables: Sequence[Sequence[dict[str, Any]]], masked: Masked) -> list[str]:
@@ -169,7 +165,7 @@ def _reproducer(
     trace = Path(summary["trace"]).name
     if shrunk is None:
         number = ["--incident", str(incident["incident"])] if incident["incident"] > 1 else []
-        command = shlex.join(["kvcanary", "shrink", trace, *number, "-o", f"{Path(trace).stem}.shrunk.arrow"])
+        command = shlex.join(["kvcanary", "shrink", trace, *number, "-o", shrunk_path(Path(trace)).name])
         return ["The trace can be cut down to what shows this, without its tokens:", "", "```", command, "```"]
     path, header = shrunk
     whole = f" of {header.shrunk.events:,} events" if header.shrunk is not None else ""

@@ -114,6 +114,7 @@ def _issue(
         if part[1].shrunk is None:
             raise AnalysisError(f"{small}: is no shrunk trace; make one with kvcanary shrink")
     row = found.rows[number - 1]
-    text = issue_text(folder, found.summary, row, header, version=__version__, shrunk=part)
+    known = {"members": found.members(folder), "version": __version__, "shrunk": part}
+    text = issue_text(folder, found.summary, row, header, **known)
     named = {"report": str(folder), "incident": number, "kind": row["kind"], "shrunk": str(small) if small else None}
     return named, text, [*found.source.kept, *([small] if small else [])]

@@ -97,7 +97,7 @@ def write_incidents(report: Path, found: Incidents) -> None:
     try:
         check_report_folder(report)
         with new_private_file(members) as file, pq.ParquetWriter(file, MEMBER_SCHEMA, compression="zstd") as writer:
-            for table in _members(report, found):
+            for table in member_tables(report, found):
                 writer.write_table(table)
         with new_private_file(rows) as file:
             pq.write_table(pa.Table.from_pylist(found.rows, schema=schema), file, compression="zstd")
@@ -175,8 +175,8 @@ def _with_neighbours(slots: Int64Array, group: PoolGroup) -> Int64Array:
     return near[(near > 0) & (near < group.num_slots)]
 
 
-def _members(report: Path, found: Incidents) -> Iterator[pa.Table]:
-    """Each row's incident, in the order of the files."""
+def member_tables(report: Path, found: Incidents) -> Iterator[pa.Table]:
+    """Yield each row's incident as in `MEMBER_SCHEMA`, in the order of the files; raise `AnalysisError`."""
     keys = found.places["key"].view(np.uint64)
     order = np.argsort(keys)
     keys, of_key = keys[order], found.of_place[order]

@@ -71,9 +71,10 @@ def show(traces: Sequence[Path], on_progress: Callable[[Progress], None] = lambd
 
 def write_part(part: Part, path: Path) -> None:
     """Write a part of a trace as a trace."""
-    file = TraceFile(path, header_schema(part.header), compression="zstd", overwrite=True)
+    schema = header_schema(part.header)
+    file = TraceFile(path, schema, compression="zstd", overwrite=True)
     for first in range(0, len(part.events), _EVENTS_AT_ONCE):
-        batch = encode_events(part.events[first : first + _EVENTS_AT_ONCE], first, header_schema(part.header))
+        batch = encode_events(part.events[first : first + _EVENTS_AT_ONCE], first, schema)
         file.write(batch, batch_metadata(batch, first))
     file.close()
 

@@ -129,6 +129,7 @@ def _beginning(paths: Sequence[Path], whole: Shown, judge: Judge) -> tuple[Part,
     first = {int(row["first_event"])}
     close = {one for v in whole.violations if v[0] in first for one in (v[1], v[8])}
     close |= {one for f in whole.findings if f[0] in first for one in (f[1], f[7])}
+    close -= {NOBODY}  # whose events stay by the slots that they name
     near = close | set(row["request_ids"])
     for requests, end in (
         (close, row["first_event"]),
@@ -175,6 +176,15 @@ def _views(paths: Sequence[Path]) -> Iterator[Any]:
 def _proven(search: Search, whole: Shown, folder: Path) -> tuple[Part, bool, dict[str, Any]]:
     """Return the part under new names, whether its slots have new ones, and its incident: the same, by a replay."""
     header = whole.summary.header
+    if search.best.header.oracle is not None:
+        why = (
+            f"{search.stopped} before a trace without the token oracle was tried"
+            if search.stopped
+            else (
+                "only the token oracle shows the incident, and salted tokens have none: attach the recording itself, which holds tokens"
+            )
+        )
+        raise NothingToShrinkError(f"{whole.summary.trace}: {why}")
     mark = Shrunk(
         events=sum(whole.summary.events.values()),
         forwards=whole.summary.forwards,
@@ -194,11 +204,6 @@ def _proven(search: Search, whole: Shown, folder: Path) -> tuple[Part, bool, dic
         for row in found.incidents if same and kinds[0] == kinds[1] else ():
             if (row["kind"], row["first_forward"]) == (wanted["kind"], wanted["first_forward"]):
                 return part, slots, row
-    if search.best.header.oracle is not None:
-        raise NothingToShrinkError(
-            f"{whole.summary.trace}: only the token oracle shows the incident, and salted tokens have none: attach the "
-            "recording itself, which holds tokens"
-        )
     raise NothingToShrinkError(
         f"{whole.summary.trace}: the incident does not show under other names of tokens and requests; please report it"
     )

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from ...recorder.errors import TraceError
 from ...recorder.trace.reader import TraceReader
 from ..errors import AnalysisError
-from ..incidents.finding import find_incidents, read_incidents, trace_files, write_incidents
+from ..incidents.finding import Incidents, find_incidents, member_tables, read_incidents, trace_files, write_incidents
+from ..incidents.places import open_parquet
+from ..incidents.schema import MEMBERS_NAME
 from .sources import Source, find_sources
 
 
@@ -19,6 +23,14 @@ class ReportIncidents:
     source: Source
     summary: dict[str, Any]
     notes: tuple[str, ...]
+    unwritten: Incidents | None
+
+    def members(self, report: Path) -> pa.Table:
+        """Return which rows of the report belong to which incident, as in `MEMBER_SCHEMA`; raise `AnalysisError`."""
+        if self.unwritten is not None:
+            return pa.concat_tables(member_tables(report, self.unwritten))
+        with open_parquet(report / MEMBERS_NAME) as file:
+            return file.read()
 
 
 def incidents_of(report: Path, trace: Path | None) -> ReportIncidents:
@@ -32,7 +44,7 @@ def incidents_of(report: Path, trace: Path | None) -> ReportIncidents:
         whole = source.segments[0].with_name(Path(summary["trace"]).name)
         traces, why = trace_files(whole, str(summary.get("trace_id"))), ""
     torn = _torn_since(summary, traces)
-    rows, notes = None if traces and not torn else read_incidents(report), []
+    rows, notes, unwritten = None if traces and not torn else read_incidents(report), [], None
     then = "so the kinds are less certain" if rows is None else "so what was found before is shown"
     if rows is None:
         found = find_incidents(report, traces)
@@ -40,11 +52,12 @@ def incidents_of(report: Path, trace: Path | None) -> ReportIncidents:
         try:
             write_incidents(report, found)
         except AnalysisError as error:  # a report that may only be read is shown all the same
+            unwritten = found
             notes.append(str(error))
     if why or torn:
         why = torn or f"{why}: the trace is not at hand"
         notes.append(f"{why}, {then} (--trace says where it is now)")
-    return ReportIncidents(rows=rows, source=source, summary=summary, notes=tuple(notes))
+    return ReportIncidents(rows=rows, source=source, summary=summary, notes=tuple(notes), unwritten=unwritten)
 
 
 def _torn_since(summary: dict[str, Any], traces: list[Path]) -> str:

@@ -61,10 +61,14 @@ def traces_in(folder: Path) -> list[Path]:
 
 
 def one_recording(path: Path) -> tuple[Path, ...]:
-    """Return a trace's file, or the segments of the one recording in a folder. Raises `TraceError` if there are more."""
-    if not path.is_dir():
+    """Return a trace's file, or the segments of a recording: of that name, or the only one of a folder. Raises `TraceError`
+    if there are more.
+    """
+    folder = path.is_dir()
+    there = traces_in(path) if folder else [] if path.exists() else segments_of(path)
+    if not there:
         return (path,)
-    recordings, _ = group_recordings(traces_in(path))
+    recordings, _ = group_recordings(there)
     if len(recordings) > 1:
         names = ", ".join(Path(recording.name).name for recording in recordings[:5])
         raise TraceError(f"{path}: holds {len(recordings)} recordings, {names}; name one of them")

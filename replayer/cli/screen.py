@@ -51,7 +51,10 @@ def show(console: Console, summary: Summary) -> None:
             console.print(Padding(grid(block), (0, 0, 0, 2), expand=False))
     if summary.injected:
         found = sum(one["found_forward"] >= 0 for one in summary.injected)
-        title = f"injected on purpose: {found:,} of {count_of(len(summary.injected), 'fault')} found"
+        held = len(summary.injected)
+        title = f"injected on purpose: {found:,} of {count_of(held, 'fault')} found"
+        if summary.num_injected > held:
+            title += f"; {summary.num_injected - held:,} more were not held against what was found"
         _list(console, title, [_injected(one) for one in summary.injected], len(summary.injected))
     _list(console, "damage", summary.gaps, summary.num_gaps)
     _list(console, "losses", summary.losses, summary.num_losses)

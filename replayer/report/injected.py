@@ -9,7 +9,7 @@ from ...kernels.constants import VIOLATION_FAIL_REASON, VIOLATION_SLOT, FailReas
 from .findings import Finding
 from .violations import LaunchViolations
 
-_MOST: Final = 100  # marks that are listed
+_MOST: Final = 100  # marks that are listed, and held against what is found
 
 
 class InjectedFaults:
@@ -23,19 +23,22 @@ class InjectedFaults:
         self.listed: list[dict[str, Any]] = []
         self._open: list[tuple[dict[str, Any], dict[str, Any], int]] = []
 
-    def mark(self, labels: dict[str, Any]) -> None:
-        """Take a mark, if it is one that says what its fault must be seen by."""
+    def mark(self, labels: dict[str, Any]) -> bool:
+        """Take a mark, and return whether it is one that says what its fault must be seen by; past the first 100 that is all."""
         seen_by, ids = labels.get("seen_by"), labels.get("request_ids")
         numbers = [labels.get(name, default) for name, default in (("forward", None), ("slot", -1), ("count", 1))]
-        if not isinstance(seen_by, list) or not isinstance(ids, list) or len(self.listed) >= _MOST:
-            return
+        if not isinstance(seen_by, list) or not isinstance(ids, list):
+            return False
         if not all(isinstance(number, int) for number in (*numbers, *ids)):
-            return
+            return False
+        if len(self.listed) >= _MOST:
+            return True
         fault = {"fault": str(labels.get("fault")), "forward": numbers[0], "request": str(labels.get("request", ""))}
         entry = fault | {"slot": numbers[1], "found_forward": -1, "found_by": ""}
         bits = sum(reason.value for reason in FailReason if reason.name in seen_by)
         self.listed.append(entry)
         self._open.append((entry, {**labels, "slot": numbers[1], "count": numbers[2]}, bits))
+        return True
 
     def violations(self, launch: LaunchViolations) -> None:
         """Hold a launch's rows against the faults that are not found yet."""

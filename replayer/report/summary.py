@@ -105,6 +105,7 @@ class Summary:
     num_marks: int = 0
     oracle: dict[str, int] = field(default_factory=dict)
     injected: list[dict[str, Any]] = field(default_factory=list)
+    num_injected: int = 0  # past the first 100 they are counted alone
     seconds: float = 0.0
     report: str | None = None
 

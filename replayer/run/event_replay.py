@@ -297,7 +297,7 @@ class EventReplay:
             labels = None
         if not isinstance(labels, dict):
             labels = {"text": str(view.scalar("labels"))}
-        self._results.injected.mark(labels)
+        summary.num_injected += self._results.injected.mark(labels)
         if len(summary.marks) < MAX_LISTED:
             summary.marks.append({**mark, "labels": labels})
 

@@ -34,8 +34,9 @@ from ..run.streams import SegmentStream
 from .jobs import Job, Stretch
 
 _SUMS: Final = (
-    *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read", "num_marks"),
+    *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read"),
     *("figures", "samples", "transfers_sent", "transfers_received", "transfers_unmatched"),
+    *("num_marks", "num_injected"),
 )
 _COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle")
 _RUNNING: Final = ("verify_full", "verify_swa")

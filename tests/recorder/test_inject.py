@@ -71,6 +71,13 @@ def test_the_help_names_every_fault() -> None:
     assert "DAMAGES OUTPUTS" in text
 
 
+def test_marks_past_those_that_are_listed_are_counted() -> None:
+    faults = InjectedFaults()
+    mark = {"fault": "kv_used", "forward": 1, "request_ids": [7], "seen_by": ["KV_HASH"]}
+    assert sum(faults.mark(labels) for labels in [mark] * 103 + [{"note": "no fault"}]) == 103
+    assert len(faults.listed) == 100
+
+
 def test_what_is_told_of_late_is_found_in_its_forward_all_the_same() -> None:
     faults = InjectedFaults()
     faults.mark({"fault": "next_token_swap", "forward": 15, "request_ids": [7], "seen_by": ["oracle_token"]})

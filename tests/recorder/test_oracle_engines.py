@@ -10,7 +10,7 @@ from kvcanary.recorder.engines.common.injecting import Injector
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.sglang.oracle import SglangOracle
 from kvcanary.recorder.engines.sglang.requests import SglangRequests
-from kvcanary.recorder.engines.vllm.injecting import redirect
+from kvcanary.recorder.engines.vllm.attachment import redirect
 from kvcanary.recorder.engines.vllm.layout import why_no_oracle
 from kvcanary.recorder.engines.vllm.oracle import VllmOracle
 from kvcanary.recorder.engines.vllm.step import VllmRequests

@@ -182,11 +182,11 @@ class InjectingRecorder(Recorder):
     ) -> None:
         """Flip a byte of one of `slots`, by table `[n]`, which belong to `rows` `[n]`, leaving out those of `but`."""
         ids = dict(zip(forward.rows.tolist(), forward.request_ids.tolist(), strict=True))
+        out = {slot for written in but for slot in written.tolist()}
         for group, kv in enumerate(self.kv):
             if kv.group.runner != forward.runner or not self._stored(group):
                 continue
             found = zip(rows[kv.group.table].tolist(), slots[kv.group.table].tolist(), strict=True)
-            out = {slot for written in but for slot in written.tolist()}
             named = [(row, slot) for row, slot in found if slot > 0 and slot not in out]
             wanted = [(row, slot) for row, slot in named if row and ids[row] in self._names]
             if wanted:

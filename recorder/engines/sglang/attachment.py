@@ -3,17 +3,18 @@
 import logging
 from typing import Any
 
+from ...capture.host_arrays import own_int64
 from ...capture.recording import beginning
 from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, StepCost, beside, while_true, wrap_method
-from ..common.injecting import check_injector, injector_of, undone
+from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
 from ..common.stopping import stop_tree
+from .forward import mode_of, prefix_and_extend
 from .history import knows_allocator
 from .hooks import not_applied, register_drafts
-from .injecting import redirect
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
@@ -282,3 +283,22 @@ class SglangAttachment(EngineAttachment):
     def on_stop(self, *args: Any, **kwargs: Any) -> None:
         """Let the processes that are about to be killed end their traces first."""
         stop_tree(*args, **kwargs)
+
+
+def redirect(injector: Injector, recording: SglangRecording, layout: RunnerLayout, batch: Any) -> Undo | None:
+    """Let an entry of `req_to_token` point elsewhere for a forward of the target, if it is time; return what puts it back, None if nothing was done."""
+    if not injector.redirects():
+        return None
+    mode, bs = mode_of(batch.forward_mode), int(batch.req_pool_indices.numel())
+    if layout.index or mode not in ("extend", "decode", "mixed") or not batch.rids:
+        return None
+    known, rows = recording.batches.of(batch.rids, bs), batch.req_pool_indices.tolist()
+    prefix, _ = prefix_and_extend(batch, mode, bs, own_int64(batch.positions))
+    table: Any = recording.layout.tables[layout.table]
+    slots = [table[row, : int(prefix[r])].tolist() if row else [] for r, row in enumerate(rows)]
+    cells = [(r, position, slot) for r, of_row in enumerate(slots) for position, slot in enumerate(of_row)]
+
+    def point(r: int, position: int, slot: int) -> Undo:
+        return put_entry(table, (rows[r], position), slot)
+
+    return injector.redirect(batch.rids, known.ids.tolist(), cells, 1, point)

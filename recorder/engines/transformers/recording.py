@@ -3,22 +3,21 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...capture.forward_input import ForwardInput
-from ...capture.host_arrays import as_rows
+from ...capture.host_arrays import as_rows, own_int64
 from ...process.injection import Injection
 from ...trace.header import NotWatched
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
-from ..common.injecting import injector_of, recorder_class, undone
+from ..common.injecting import Injector, Undo, injector_of, put_entry, recorder_class, undone
 from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
-from .injecting import redirect
 from .layout import TransformersGroup, attention_input, describe_engine, table_read, written_slots
 
 
@@ -322,3 +321,33 @@ class TransformersRecording:
                 src, dst = (pool, host) if to_host else (host, pool)
                 request_id = request.request_id if request is not None else -1
                 self.recorder.kv_copy(group=layout.index, src=src, dst=dst, count=count, request_id=request_id, **what)
+
+
+def redirect(
+    injector: Injector, layouts: Sequence[TransformersGroup], io: Any, request_ids: Sequence[int]
+) -> Undo | None:
+    """Let a page be another one for a step, in its request's table and in what attention reads, if it is time; return what puts
+    the table back, None if nothing was done.
+    """
+    if not injector.redirects():
+        return None
+    layout = next((layout for layout in layouts if not layout.ring_size), None)
+    if layout is None or io.use_block_table or not io.max_kv_read:
+        return None
+    page, batch = layout.page_size, io.requests_in_batch
+    names = [future.state.request_id for future in batch]
+    whole = [(future.state.position_offset - future.query_length) // page for future in batch]
+    tables = [layout.table(name) for name in names]
+    found = zip(tables, whole, strict=True)
+    cells = [(r, column, table[column]) for r, (table, count) in enumerate(found) for column in range(count)]
+    begins = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: len(batch) + 1])
+
+    def point(r: int, column: int, block: int) -> Undo:
+        import torch
+
+        begin = int(begins[r]) + column * page
+        rows = torch.from_numpy(block * layout.stride + np.arange(page))
+        io.read_index_storage[layout.index, begin : begin + page].copy_(rows)
+        return put_entry(tables[r], column, block)
+
+    return injector.redirect(names, request_ids, cells, page, point, layout.index)

@@ -1,6 +1,7 @@
 """The hooks around vLLM's functions: they collect its parts, start the recordings, and pass on what happens."""
 
 import multiprocessing.util
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,10 +9,11 @@ from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
-from ..common.injecting import Injector, check_injector, injector_of, undone
+from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
+from ..common.requests import request_id_of
 from ..common.stopping import stop_tree
 from .device import step_v1, step_v2
-from .injecting import redirect
+from .layout import VllmGroup
 from .oracle import VllmOracle
 from .recording import VllmRecording
 from .step import read_v1, read_v2
@@ -211,3 +213,23 @@ class VllmAttachment(EngineAttachment):
     def on_kill(self, pid: int, *_args: Any, **_kwargs: Any) -> None:
         """Let the processes that are about to be killed end their traces first: vLLM grants its own no time."""
         stop_tree(pid)
+
+
+def redirect(injector: Injector, runner: Any, groups: Sequence[VllmGroup]) -> Undo | None:
+    """Let an entry of the block table point elsewhere for the V1 runner's forward, if it is time; return what puts it back, None if nothing was done."""
+    if not injector.redirects():
+        return None
+    batch = runner.input_batch
+    group = next((group for group in groups if not group.window), None)
+    if group is None:
+        return None
+    names, table = list(batch.req_ids), batch.block_table[group.gid].block_table.gpu
+    whole = [int(batch.num_computed_tokens_cpu[row]) // group.block_size for row in range(len(names))]
+    blocks = [table[row, :count].tolist() for row, count in enumerate(whole)]
+    cells = [(row, column, block) for row, of_row in enumerate(blocks) for column, block in enumerate(of_row)]
+    ids = [request_id_of(name) for name in names]
+
+    def point(row: int, column: int, block: int) -> Undo:
+        return put_entry(table, (row, column), block)
+
+    return injector.redirect(names, ids, cells, group.block_size, point, group.index)

@@ -8,6 +8,7 @@ from kvcanary.analysis.diff.settings import KINDS, DiffSettings, NotComparableEr
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.trace.recordings import one_recording
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 SLOWER = ("overlap_swa", "sweeps_eagle", "host")
@@ -121,6 +122,7 @@ def test_a_recording_in_segments_is_one_trace(recorded, tmp_path):
     record("mha", folder / "trace.arrow", recorder={"segment_bytes": 60_000, "flush_bytes": 20_000})
     segments = sorted(folder.glob("*.arrow"))
     assert len(segments) > 2
+    assert one_recording(folder / "trace.arrow") == one_recording(folder) == tuple(segments)
     result = diff_traces(recorded("mha"), folder, settings=STRICT)
     assert result.verdict == "same"
     assert result.compared == diff_traces(recorded("mha"), recorded("mha")).compared

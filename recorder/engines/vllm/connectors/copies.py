@@ -54,7 +54,7 @@ class Storage(Protocol):
         """Return what lies elsewhere of a page, an array for each of `layers_here`; None if that cannot be read."""
 
 
-class Load(NamedTuple):
+class LoadJob(NamedTuple):
     """Blocks that are being loaded for a request ("" if it is not known for whom): what lay at both ends before."""
 
     name: str
@@ -63,10 +63,10 @@ class Load(NamedTuple):
     before: Int64Array
 
 
-class Landed(NamedTuple):
+class EndedLoad(NamedTuple):
     """A load that has ended, to be recorded in its turn: what lies in its blocks now, and where it landed instead."""
 
-    load: Load
+    load: LoadJob
     here: Int64Array
     landed: Int64Array
 
@@ -81,8 +81,8 @@ class ConnectorCopies:
         self._recorder = recorder
         # Of each group: key -> page of the host tier, block that was stored there.
         self._pages: list[OrderedDict[Hashable, tuple[int, int]]] = [OrderedDict() for _ in layout.groups]
-        self._landed: list[Landed] = []
-        self._late: list[tuple[int, Load, int]] = []  # steps left, load, which of its pages
+        self._landed: list[EndedLoad] = []
+        self._late: list[tuple[int, LoadJob, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
         self._failed = False
         self._on_fault: OnFault = lambda _hook, _error: None
@@ -115,11 +115,11 @@ class ConnectorCopies:
         if there.any():
             self._record("stored", TIER_HOST, kept, hosts, TIER_HOST, np.zeros_like(there), there, whole=False)
 
-    def begin_load(self, name: str, pages: list[Page]) -> Load:
+    def begin_load(self, name: str, pages: list[Page]) -> LoadJob:
         """Take note of a load that is asked for."""
-        return Load(name, pages, self.hash_there(pages), self.hash_here(pages))
+        return LoadJob(name, pages, self.hash_there(pages), self.hash_here(pages))
 
-    def end_load(self, load: Load) -> None:
+    def end_load(self, load: LoadJob) -> None:
         """Take note of a load that has ended, by the connector's word."""
         here = self.hash_here(load.pages)
         wrong = np.flatnonzero((here != load.there) & (here != 0) & (load.there != 0))
@@ -128,7 +128,7 @@ class ConnectorCopies:
             elsewhere[at] = self._search(load, at)
             if len(self._late) < MAX_LATE:
                 self._late.append((LATE_STEPS, load, at))
-        self._landed.append(Landed(load, here, elsewhere))
+        self._landed.append(EndedLoad(load, here, elsewhere))
         del self._landed[:-MAX_ENDED]  # what is loaded for a request that has gone is asked for by nobody
 
     def before_model(self, names: Sequence[str], tables: Sequence[tuple[Any, int]]) -> None:
@@ -248,7 +248,7 @@ class ConnectorCopies:
     def _limit(self, group: VllmGroup) -> int:
         return int(self._recorder.header.groups[group.index].host_num_slots) // group.block_size - 1
 
-    def _search(self, load: Load, at: int) -> int:
+    def _search(self, load: LoadJob, at: int) -> int:
         """Return the first slot of the block that has a load's bytes and should have others, -1 for none that is found."""
         group, kv = load.pages[at].group, self._recorder.kv[load.pages[at].group.index]
         if self._searches and group.num_slots <= MAX_SEARCHED_SLOTS:

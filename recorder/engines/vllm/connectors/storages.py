@@ -8,7 +8,7 @@ import numpy as np
 
 from ...common.hooking import Finish
 from ..layout import VllmGroup, VllmLayout
-from .copies import Bytes, ConnectorCopies, Load, Page, Storage
+from .copies import Bytes, ConnectorCopies, LoadJob, Page, Storage
 
 
 def as_bytes(tensor: Any) -> Any:
@@ -33,7 +33,7 @@ class StepStorage:
         self._terms = terms
         self._groups = {group.gid: group for group in layout.groups}
         self._layers = layers
-        self._under_way: dict[str, Load] = {}
+        self._under_way: dict[str, LoadJob] = {}
 
     def attach(self, copies: ConnectorCopies) -> None:
         """Hook where the connector loads, has saved, and says what has ended."""
@@ -71,12 +71,12 @@ class StepStorage:
         for name, hook in (("start_load_kv", on_load), ("wait_for_save", on_saved), ("get_finished", on_finished)):
             copies.wrap(self._connector, name, hook)
 
-    def _end_load(self, copies: ConnectorCopies, load: Load) -> None:
+    def _end_load(self, copies: ConnectorCopies, load: LoadJob) -> None:
         """Report a load that has ended, but for the blocks of which the connector says that it failed."""
         failed = set(getattr(self._terms, "failed", tuple)())
         kept = [i for i, page in enumerate(load.pages) if page.block not in failed]
         if kept:
-            copies.end_load(Load(load.name, [load.pages[i] for i in kept], load.there[kept], load.before[kept]))
+            copies.end_load(LoadJob(load.name, [load.pages[i] for i in kept], load.there[kept], load.before[kept]))
 
     def _named(self, what: str) -> dict[str, list[Page]]:
         metadata, found = getattr(self._connector, "_connector_metadata", None), dict[str, list[Page]]()
@@ -164,7 +164,7 @@ class OffloadedBlocks:
         self._there = [as_bytes(tensor) for tensor in handler.dst_tensors]
         self._each = int(handler.dst_blocks_per_chunk)  # blocks of a chunk
         self.num_pages = int(handler.dst_tensors[0].shape[0]) * self._each
-        self._jobs: dict[int, list[Page] | Load] = {}
+        self._jobs: dict[int, list[Page] | LoadJob] = {}
 
     def attach(self, copies: ConnectorCopies) -> None:
         """Hook where jobs are submitted, and where they are said to have ended."""
@@ -181,7 +181,7 @@ class OffloadedBlocks:
             def finish(results: Any, _: BaseException | None) -> None:
                 for result in results or ():
                     job = self._jobs.pop(result.job_id, None)
-                    if isinstance(job, Load):
+                    if isinstance(job, LoadJob):
                         copies.end_load(job)
                     elif job is not None:
                         copies.stored(job)
