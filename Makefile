@@ -85,9 +85,13 @@ checked: $(VENV)/.tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -p tests.support.checked_indices tests/kernels tests/replayer tests/recorder/simulated tests/test_golden.py --timeout 7200
 
 # The recorder over minutes: 200 engines killed with SIGKILL, a disk of 1 MB/s, engines of the lab in segments, 240 random
-# engines under a recorder that fails somewhere.
-soak: $(VENV)/.tests
+# engines under a recorder that fails somewhere; a fleet replayed by Ray, whose workers, machines and driver are killed.
+soak: $(VENV)/.ray
 	$(BIN)/pytest tests/soak -s --timeout 7200
+
+$(VENV)/.ray: $(VENV)/.tests
+	$(PIP) -e '.[ray]'
+	touch $@
 
 # The page of every trace in data/ in a real Chromium, which must be installed (KVCANARY_CHROMIUM names another).
 page-test: $(VENV)/.browser

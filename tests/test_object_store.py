@@ -27,6 +27,9 @@ from .support.commands import run, run_replay
 from .support.hand_made import HEADER
 from .support.object_store import FaultyProxy, names, object_store, put
 from .support.places import DATA
+from .support.stand_in_ray import StandInRay, stand_in_ray
+
+__all__ = ["stand_in_ray"]
 
 CORRUPT = DATA / "simulated" / "mla_free_too_early.arrow"
 
@@ -123,7 +126,9 @@ def test_torn_traces_and_segments(store: FaultyProxy, tmp_path: Path) -> None:
     assert str(pickle.loads(pickle.dumps(remote.as_path(url) / "x.arrow"))) == "s3://bkt/segments/x.arrow"
 
 
-def test_reports_there_are_asked_as_here(store: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_there_are_asked_as_here(
+    store: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in_ray: StandInRay
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", store.direct)
     shutil.copy(CORRUPT, tmp_path)
@@ -147,6 +152,13 @@ def test_reports_there_are_asked_as_here(store: FaultyProxy, tmp_path: Path, mon
     assert run("collect", "s3://direct/traces", "s3://direct/table").returncode == 0
     done = run("sql", "s3://direct/table", "select kind, node, reports from kinds_by_node", "--json")
     assert json.loads(done.stdout) == [{"kind": "free_too_early", "node": "traces", "reports": 1}], done.stderr
+    for already in (0, 1):  # a fleet's: all of it there, and once
+        done = run("fleet", "replay", "s3://direct/traces", "-o", "s3://direct/fleet", "--address", "auto", "--json")
+        assert (done.returncode, json.loads(done.stdout)["already"]) == (1, already), done.stderr
+    [row] = json.loads(done.stdout)["recordings"]
+    asked = run("sql", "s3://direct/fleet/table", "select report, kind from incidents", "--json")
+    assert json.loads(asked.stdout) == [{"report": row["report"], "kind": "free_too_early"}]
+    assert run("incidents", row["report"]).returncode == 0
     assert run("diff", corrupt, CORRUPT).returncode == 0
     assert run("inspect", "s3://direct/traces", "--json").returncode == 0
     assert run("page", report, "-o", "page.html").returncode == 0

@@ -50,7 +50,7 @@ _PARTITIONS: Final = ("day", "engine", "version", "model")
 # Columns are only added: files of older versions lack them, and give null.
 SCHEMA: Final = pa.schema(
     {
-        **dict.fromkeys(("report_id", "trace_id", "trace", "node", "verdict"), _TEXT),
+        **dict.fromkeys(("report_id", "trace_id", "trace", "node", "verdict", "report"), _TEXT),
         **dict.fromkeys((*_RANKS, *_COUNTED), _COUNT),
         "complete": pa.bool_(),
         "began": _TIME,
@@ -131,13 +131,14 @@ def reports_below(path: Path) -> list[Path]:
     return found
 
 
-def add_report(report: Path, table: Path, *, node: str = "") -> str:
+def add_report(report: Path, table: Path, *, node: str = "", place: str | None = "") -> str:
     """Add a report to a table, in place of what it had of the same recording; return the file's name below the table.
 
-    `node` is by default the name of the folder that the trace lay in. Raises `AnalysisError` and `OSError`.
+    `node` is by default the name of the folder that the trace lay in, `place` where the report is, None if it is kept nowhere. Raises `AnalysisError` and `OSError`.
     """
     summary = read_summary(report)
     row = _row(summary, node or as_path(summary["trace"]).absolute().parent.name)
+    row["report"] = str(report.absolute()) if place == "" else place
     began, engine = row["began"], summary.get("engine") or {}
     day = began.strftime("%Y-%m-%d") if began is not None else _UNKNOWN
     places = (day, engine.get("name"), engine.get("version"), (summary.get("model") or {}).get("name"))
@@ -146,14 +147,22 @@ def add_report(report: Path, table: Path, *, node: str = "") -> str:
     ]
     name = "/".join([*folders, f"{row['report_id']}.parquet"])
     content = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), content, compression="zstd")
-    _write(table / name, content.getvalue())
+    packed = "zstd" if row["incidents"] else "none"  # one row alone gets larger by it, and takes twice as long
+    rows = pa.Table.from_pylist([row], schema=SCHEMA)
+    pq.write_table(rows, content, compression=packed, use_dictionary=bool(row["incidents"]))
+    write_file(table / name, content.getvalue())
     if not is_table(table):
-        _write(table / MARK, _MARK_TEXT)
+        mark_table(table)
     return name
 
 
-def _write(path: Path, content: bytes) -> None:
+def mark_table(table: Path) -> None:
+    """Make an empty table, or mark one that is there as such; raise `OSError`."""
+    write_file(table / MARK, _MARK_TEXT)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file or object: it is there whole, in place of an older one, or not at all. Raises `OSError`."""
     if isinstance(path, RemotePath):
         put(path, content)
     else:

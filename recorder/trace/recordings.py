@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import TraceError
+from ..remote import mapped
 from .files import recording_path, segments_of, split_segment_name
 from .header import TraceHeader
 from .reader import TraceReader
@@ -90,13 +91,13 @@ def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]
     found: dict[tuple[str, ...], list[_Part]] = {}
     unreadable: list[Path] = []
     owners: dict[Path, tuple[str, ...]] = {}
-    for path in paths:
-        try:
-            with TraceReader(path) as reader:
-                header, segment, complete = reader.header, reader.header.segment, reader.complete
-        except TraceError:
+    given = list(paths)
+    for path, opened in zip(given, mapped(_opened, given), strict=True):
+        if opened is None:
             unreadable.append(path)
             continue
+        header, complete = opened
+        segment = header.segment
         key = ("file", str(path), str(len(found))) if segment is None else ("recording", header.trace_id)
         found.setdefault(key, []).append(_Part(segment.number if segment else 0, path, header, complete))
         if segment is not None and split_segment_name(path) is not None:
@@ -117,3 +118,12 @@ def group_recordings(paths: Iterable[Path]) -> tuple[list[Recording], list[str]]
         known = next((part.header for part in chosen.values() if part.header), None)
         recordings.append(Recording(paths=tuple(part.path for part in chosen.values()), header=known))
     return recordings, notes
+
+
+def _opened(path: Path) -> tuple[TraceHeader, bool] | None:
+    """Return a trace's header and whether it is complete, None if it cannot be read."""
+    try:
+        with TraceReader(path) as reader:
+            return reader.header, reader.complete
+    except TraceError:
+        return None

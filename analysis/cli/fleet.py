@@ -1,0 +1,201 @@
+"""`kvcanary fleet`: all recordings of a fleet."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...recorder.cli.program import CommandError, GivenPath, console_for
+from ...replayer.cli.replay import check_names, device_names
+from . import errors_end, say, say_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ..fleet.committing import Fleet, Row
+    from ..fleet.tasks import Task
+    from ..fleet.workers import Workers
+
+_MAX_LISTED = 20
+_WORDS = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
+
+_EPILOG = """\b
+Examples:
+  kvcanary fleet replay /traces -o /fleet
+      all recordings in /traces and the folders below it, on all cores of this machine
+  kvcanary fleet replay s3://bucket/traces -o s3://bucket/fleet --address auto
+      on the Ray cluster that this machine is part of; pip install 'kvcanary[ray]' on each
+  kvcanary sql s3://bucket/fleet/table "from kinds_by_version"
+
+Run it again: only what is new or has grown is replayed, and what failed.
+
+\b
+Exit codes over all recordings, also those replayed before:
+    0  clean
+    1  violations or findings
+    2  wrong usage, or a recording that cannot be read
+  125  inconclusive, or interrupted
+docs/guide/fleet.md describes what it writes.
+"""
+
+
+@click.group("fleet")
+def fleet_command() -> None:
+    """Work on the recordings of many servers."""
+
+
+@fleet_command.command("replay", epilog=_EPILOG, context_settings={"show_default": True})
+@click.argument("traces", nargs=-1, required=True, metavar="FOLDER|URL...", type=GivenPath(url=True))
+@click.option(
+    "-o", "--out", required=True, type=GivenPath(url=True, file_okay=False),
+    help="Where results go, a folder or a URL: table/ for kvcanary sql, reports/ of what is not clean, results/.",
+)  # fmt: skip
+@click.option(
+    "--address",
+    help="A Ray cluster: auto for the one that this machine is part of, host:port, or local for one of this machine alone. "
+    "[default: processes of this machine, without Ray]",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="How many at a time on this machine. [default: its cores]"
+)
+@click.option(
+    "--device", default="cpu", metavar="cpu|cuda",
+    callback=lambda _context, parameter, value: device_names(value, parameter)[0],
+    help="Where pools are rebuilt and stepped; with --address each task gets a GPU.",
+)  # fmt: skip
+@click.option(
+    "--devices", metavar="NAMES", callback=lambda _context, _parameter, value: device_names(value),
+    help="Joined by commas, cuda:0,cuda:1 gives each process of this machine one of them in turn.",
+)  # fmt: skip
+@click.option(
+    "--kv-hash", type=click.Choice(["auto", "none", "partial", "all"]), default="auto",
+    help="Which KV bytes are hashed, as for kvcanary-replay.",
+)  # fmt: skip
+@click.option(
+    "--checks", default="all", metavar="NAMES", callback=lambda _context, _parameter, value: check_names(value),
+    help="History checks: all, none, or names joined by commas; -name leaves one out of all.",
+)  # fmt: skip
+@click.option(
+    "--node", default="", help="Where it was recorded, for the table. [default: the name of the trace's folder]"
+)
+@click.option("--all-reports", is_flag=True, help="Keep the reports of clean recordings too.")
+@click.option("--json", "as_json", is_flag=True, help="Print a row for each recording as JSON.")
+def replay_command(
+    traces: tuple[Path, ...],
+    out: Path,
+    address: str | None,
+    jobs: int | None,
+    device: str,
+    devices: tuple[str, ...],
+    as_json: bool,
+    **how: Any,
+) -> None:
+    """Replay all recordings in these folders and all below them, and put their verdicts into one table.
+
+    Recordings are tasks of their own, with the ranks and the other side that lie in the same folder; a long one in segments is
+    replayed in several places. A task that a process or machine took with it is done by another. Each result is committed once.
+    """
+    from ...replayer.run.settings import ReplaySettings
+    from ...replayer.workers.jobs import usable_cores
+    from ..fleet.committing import Fleet
+    from ..fleet.running import recalled
+    from ..fleet.tasks import make_tasks, traces_below
+    from ..fleet.workers import Processes, RayCluster
+
+    gpu = next((name for name in devices if name != "cpu"), device)
+    if devices and (address or device != "cpu"):
+        raise click.UsageError("--devices excludes --device and --address")
+    settings = ReplaySettings(device=gpu, kv_hash=how["kv_hash"], checks=how["checks"])
+    fleet = Fleet(out=out.absolute(), settings=settings, node=how["node"], all_reports=how["all_reports"])
+    workers: Workers | None = None
+    try:
+        with errors_end():
+            fleet.prepare()
+            workers = (
+                RayCluster(address, jobs=jobs, gpu=gpu != "cpu")
+                if address
+                else Processes(jobs or len(devices) or usable_cores(), devices)
+            )
+            paths = [path for top in traces for path in traces_below(top.absolute())]
+            tasks, notes = make_tasks(paths, settings, workers=workers.size)
+            rows, left = recalled(tasks, fleet)
+        already = len(rows)
+        for note in notes:
+            say_error(note, kind="note: ")
+        undone = _replay(left, rows, fleet, workers, quiet=as_json)
+    except OSError as error:
+        raise CommandError(f"{error.filename or out}: {error.strerror or error}") from None
+    finally:
+        if workers is not None:
+            workers.close()
+    sys.exit(_told(rows, out, already=already, undone=undone, as_json=as_json))
+
+
+def _replay(tasks: Sequence[Task], rows: list[Row], fleet: Fleet, workers: Workers, *, quiet: bool) -> int:
+    """Replay tasks, with progress on a terminal, and add to `rows`; return how many recordings are left after Ctrl-C."""
+    import rich.progress
+
+    from ..fleet.running import results
+
+    err = console_for(sys.stderr)
+    undone = sum(len(task.recordings) for task in tasks)
+    text = rich.progress.TextColumn
+    columns = (
+        *(text("fleet replay"), rich.progress.BarColumn(), rich.progress.DownloadColumn()),
+        *(text("{task.fields[done]:,} of {task.fields[of]:,}"), rich.progress.TimeElapsedColumn()),
+        *(text("left"), rich.progress.TimeRemainingColumn(), text("[red]{task.fields[bad]}")),
+    )
+    shown = err.is_terminal and not quiet
+    with rich.progress.Progress(*columns, console=err, transient=True, disable=not shown) as bar:
+        whole = sum(task.num_bytes for task in tasks)
+        shown_task, bad = bar.add_task("", total=whole, done=0, of=undone, bad=""), Counter[int]()
+        of = undone
+        try:
+            for task, found in results(tasks, fleet, workers):
+                rows += found
+                undone -= len(found)
+                bad.update(row["exit_code"] for row in found if row["exit_code"])
+                said = ", ".join(f"{count:,} {_WORDS[code]}" for code, count in sorted(bad.items()))
+                bar.update(shown_task, advance=task.num_bytes, done=of - undone, bad=said)
+        except KeyboardInterrupt:
+            say_error(f"{undone:,} recordings not replayed; run the same command again", kind="interrupted: ")
+    return undone
+
+
+def _told(rows: list[Row], out: Path, *, already: int, undone: int, as_json: bool) -> int:
+    """Print what there is to say of all, and return the exit code."""
+    from ...recorder.text_tables import show_columns
+    from ...replayer.report.summary import combined_exit_code
+
+    counts = Counter(row["exit_code"] for row in rows)
+    code = combined_exit_code([*counts, *([125] if undone else [])])
+    rows.sort(key=lambda row: row["trace"])
+    bad = [row for row in rows if row["exit_code"]]
+    if as_json:
+        told = {"verdict": _WORDS[code], "exit_code": code, "out": str(out), "already": already, "undone": undone}
+        click.echo(json.dumps({**told, "recordings": rows}, indent=2))
+    else:
+        columns = ("forwards", "violations", "findings")
+        shown = [
+            (row["trace"], *(f"{row[name]:,}" for name in columns), _WORDS[row["exit_code"]].upper())
+            for row in bad[:_MAX_LISTED] if "error" not in row
+        ]  # fmt: skip
+        if shown:
+            show_columns(console_for(sys.stdout), shown, ("recording", *columns, "verdict"), right=columns)
+        tally = ", ".join(f"{counts[one]:,} {word}" for one, word in _WORDS.items() if counts[one])
+        say(
+            f"{_WORDS[code].upper()}   {len(rows):,} recordings: {tally or 'none'}; {already:,} of them replayed before"
+        )
+        say(f"next    {shlex.join(['kvcanary', 'sql', str(out / 'table'), 'from kinds_by_version'])}")
+    errors = [row for row in bad if "error" in row]
+    for row in errors[:_MAX_LISTED]:
+        say_error(row["error"] if row["trace"] in row["error"] else f"{row['trace']}: {row['error']}")
+    if len(bad) > _MAX_LISTED:
+        say_error(f"{len(bad) - _MAX_LISTED:,} more; --json names all", kind="note: ")
+    return code

@@ -1,0 +1,167 @@
+"""`kvcanary fleet replay`: every recording once, the verdict that kvcanary-replay gives, whatever is lost on the way."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcanary.analysis.fleet.workers import LostError, Processes
+from kvcanary.recorder.trace.header import Ranks
+from kvcanary.replayer.lab.faults import FAULTS
+from kvcanary.replayer.lab.trial import Trial, run_trial
+
+from ..support.commands import run, run_replay
+from ..support.places import DATA
+from ..support.raw_traces import as_rank, cut
+from ..support.stand_in_ray import StandInRay, stand_in_ray
+
+__all__ = ["stand_in_ray"]
+
+
+def fleet(*arguments: object, address: str = "auto") -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What it says of all, and of each recording by the name of its file."""
+    done = run("fleet", "replay", *arguments, "--address", address, "--json")
+    told = json.loads(done.stdout)
+    assert told["exit_code"] == done.returncode
+    return told, {Path(row["trace"]).name: row for row in told["recordings"]}
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two servers below a prefix: ranks of one and what is no trace; both sides of a deployment, of which segments lie twice."""
+    made = tmp_path_factory.mktemp("fleet")
+    for rank in (0, 1):
+        ranks = Ranks(tp_rank=rank, tp_size=2)
+        (made / "tp").mkdir(exist_ok=True)
+        as_rank(DATA / "clean_llama.arrow", made / "tp" / f"{rank}.arrow", ranks, lambda *_: None)
+    (made / "tp" / "foreign.arrow").write_bytes(b"PAR1 and so on")
+    (made / "pd").mkdir()
+    for side in ("prefill", "decode"):
+        shutil.copy(DATA / "simulated" / "pd_transfer_wrong_stride" / f"{side}.arrow", made / "pd")
+    (whole,) = run_trial(Trial(fault=FAULTS["kv_used"], config="mha", seed=0), made / "whole.arrow").traces
+    segments = cut(whole, made / "long.arrow", seed=0, least=40, most=150)
+    whole.unlink()
+    frozen = made / "long.frozen-1"
+    frozen.mkdir()
+    shutil.copy(segments[1], frozen)
+    return made
+
+
+def test_each_recording_has_the_verdict_of_a_replay_of_its_folder(
+    traces: Path, tmp_path: Path, stand_in_ray: StandInRay
+) -> None:
+    stand_in_ray.cores = 40  # so that the long one is split
+    told, rows = fleet(traces, "-o", tmp_path / "out")
+    expected = {}
+    for folder in (traces, traces / "tp", traces / "pd"):
+        found = json.loads(run_replay("--no-report", "--json", folder).stdout)
+        expected |= {Path(one["trace"]).name: one for one in found["recordings"]}
+    assert rows.keys() == expected.keys()
+    for name, row in rows.items():
+        assert row["exit_code"] == expected[name]["exit_code"], name
+        if "error" not in row:
+            assert [row[k] for k in ("forwards", "violations", "findings", "doubts")] == [
+                expected[name][k] for k in ("forwards", "violations", "findings", "doubts")
+            ], name
+    assert told["exit_code"] == 1
+    assert len(stand_in_ray.asked) > 4  # stretches, and who joined them
+    assert all(one["memory"] >= 400 << 20 and one["max_retries"] == 2 for one in stand_in_ray.asked)
+    asked = run("sql", tmp_path / "out" / "table", "select trace, verdict, report from reports", "--json")
+    table = {Path(row["trace"]).name: row for row in json.loads(asked.stdout)}
+    assert table.keys() == rows.keys() - {"foreign.arrow"}
+    for name, row in table.items():
+        assert row["report"] == rows[name]["report"]
+        assert (row["report"] is None) == (row["verdict"] == "clean")
+        if row["report"]:
+            assert json.loads((Path(row["report"]) / "summary.json").read_text())["report"] == row["report"]
+            assert run("incidents", row["report"]).returncode == 0
+    assert not list((tmp_path / "out" / ".scratch").iterdir())
+
+
+def test_again_it_does_only_what_is_new_and_what_failed(traces: Path, tmp_path: Path, stand_in_ray: StandInRay) -> None:
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    shutil.copytree(traces / "tp", mine)
+    first, _ = fleet(mine, "-o", out)
+    assert (first["already"], len(stand_in_ray.asked)) == (0, 2)
+    before = files(out)
+    again, _ = fleet(mine, "-o", out)
+    assert (again["already"], len(stand_in_ray.asked)) == (2, 3)  # what is no trace, once more
+    assert files(out) == before
+    assert again["recordings"] == first["recordings"]
+    shutil.copy(DATA / "clean_hybrid.arrow", mine / "foreign.arrow")  # mended
+    assert "clean" in json.dumps(fleet(mine, "-o", out)[1]["foreign.arrow"])
+    # a worker that was killed before its last step leaves all but the result, and its scratch folder
+    one = next((out / "results").iterdir())
+    (out / ".scratch" / f"{one.stem}.abc").mkdir()
+    one.unlink()
+    before = files(out / "table")
+    told, _ = fleet(mine, "-o", out)
+    assert told["exit_code"] == 0
+    assert one.exists()
+    assert files(out / "table").keys() == before.keys()
+    assert not list((out / ".scratch").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("{tmp}/none", "-o", "{tmp}/out"), "none: no such"),
+        (("{tmp}", "-o", "{tmp}/out"), "no .arrow file in it or below it"),
+        (("{data}", "-o", "/proc/out"), "/proc/out"),
+        (
+            ("{data}", "-o", "{tmp}/out", "--address", "nowhere:1"),
+            "no Ray cluster answers at nowhere:1 (nobody there); start",
+        ),
+        (("{data}", "-o", "{tmp}/out", "--address", "auto", "--device", "cuda"), "has no GPU"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, stand_in_ray: StandInRay
+) -> None:
+    done = run("fleet", "replay", *[one.format(tmp=tmp_path, data=DATA) for one in arguments])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert said in done.stderr
+
+
+def test_what_a_lost_process_was_at_is_done_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = (
+        "import os, signal, pathlib\n"
+        "def work(name):\n"
+        "    with open(name, 'a') as file: file.write(f'{os.getpid()}\\n')\n"
+        "    tries = len(pathlib.Path(name).read_text().split())\n"
+        "    if tries < int(name[-1]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return tries\n"
+    )
+    (tmp_path / "what_is_killed.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from what_is_killed import work
+
+    workers = Processes(2)
+    try:
+        calls, found = {}, {}
+        for name in ("once1", "twice2", "never9"):
+            while not workers.room(1):
+                for call in workers.done():
+                    found[calls[call]] = call
+            calls[workers.submit(work, str(tmp_path / name), memory_bytes=1)] = name
+        while len(found) < 3:
+            found |= {calls[call]: call for call in workers.done()}
+        assert (workers.result(found["once1"]), workers.result(found["twice2"])) == (1, 2)
+        with pytest.raises(LostError, match="was ended 3 times"):
+            workers.result(found["never9"])
+        pids = [int(pid) for path in tmp_path.glob("*[0-9]") for pid in path.read_text().split()]
+    finally:
+        workers.close()
+    assert len(pids) == 6
+    deadline = time.monotonic() + 60
+    while any(
+        Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text() for pid in pids
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
