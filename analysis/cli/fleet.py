@@ -45,12 +45,17 @@ docs/guide/fleet.md describes what it writes.
 """
 
 
-@click.group("fleet")
+@click.group("fleet", epilog=_EPILOG)
 def fleet_command() -> None:
-    """Work on the recordings of many servers."""
+    """Work on the recordings of many servers, here or in an object store."""
 
 
-@fleet_command.command("replay", epilog=_EPILOG, context_settings={"show_default": True})
+@fleet_command.command(
+    "replay",
+    epilog=_EPILOG,
+    short_help="Replay all that lies below a folder or URL.",
+    context_settings={"show_default": True},
+)
 @click.argument("traces", nargs=-1, required=True, metavar="FOLDER|URL...", type=GivenPath(url=True))
 @click.option(
     "-o", "--out", required=True, type=GivenPath(url=True, file_okay=False),
