@@ -185,6 +185,8 @@ def _record_again(command: Command, version: str, criterion: Criterion) -> str:
     elif criterion.kind == SQL:
         look = f"{{ {look}; kvcanary sql *.report {shlex.quote(criterion.value)}; }}"
     settings = f"{VERSION_VARIABLE}={shlex.quote(version)} {FOLDER_VARIABLE}=. {TRACE_VARIABLE}=trace.arrow"
+    if command.environments is not None:
+        settings += f' PATH={shlex.quote(str(command.environments.path(version) / "bin"))}:"$PATH"'
     return f"{settings} {words} && {look}"
 
 

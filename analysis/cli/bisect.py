@@ -72,6 +72,10 @@ Examples:
       without --versions: the commits of the git repository here
   kvcanary bisect run --tries 3 --vote any --timeout 600 --good a --bad c --versions a,b,c -- ./record.sh {{version}}
       a fault that shows now and then
+  kvcanary bisect run --versions transformers==5.19.0..5.23.0 -- python generate.py {{trace}}
+      all releases from the one to the other, each in a virtual environment that is made for it and kept for the next time
+  kvcanary bisect run --versions sglang==0.5.16..0.5.23 --env 'sh install.sh {{version}}' -- python generate.py
+      what one `pip install` does not install, a script does: it runs in the new environment, as if that were activated
 
 \b
 Interrupted, the same command goes on where it was: trials stand in the log, which kvcanary bisect log shows and kvcanary bisect
@@ -169,10 +173,31 @@ def saved_command(
 
 @bisect_command.command("run", epilog=_RUN_EPILOG, context_settings={"ignore_unknown_options": False})
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...", type=click.UNPROCESSED)
-@click.option("--good", required=True, help="A version known to be good.")
-@click.option("--bad", required=True, help="A later one known to be bad.")
+@click.option("--good", help="A version known to be good. [default: the first of PACKAGE==A..B]")
+@click.option("--bad", help="A later one known to be bad. [default: the last of PACKAGE==A..B]")
 @click.option(
-    "--versions", metavar="LIST|FILE", help="Versions, oldest first: joined by commas, or one a line. [default: git]"
+    "--versions",
+    metavar="LIST|FILE|PACKAGE==A..B",
+    help="Versions, oldest first: joined by commas, one a line, or all that were released from A to B. [default: git]",
+)
+@click.option(
+    "--env",
+    metavar="COMMAND",
+    help="Make a virtual environment for each version by COMMAND. [default for PACKAGE==A..B: pip install]",
+)
+@click.option(
+    "--share",
+    type=GivenPath(file_okay=False),
+    metavar="DIR|none",
+    help="An environment whose packages the new ones see, behind their own. [default: the one that kvcanary runs in]",
+)
+@click.option(
+    "--env-limit",
+    type=click.FloatRange(min=0),
+    default=20.0,
+    show_default=True,
+    metavar="GB",
+    help="Disk for environments that are kept.",
 )
 @click.option("--tries", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of a version at most.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for one run.")
@@ -182,9 +207,12 @@ def saved_command(
 @_criterion_options
 def run_command(
     command: tuple[str, ...],
-    good: str,
-    bad: str,
+    good: str | None,
+    bad: str | None,
     versions: str | None,
+    env: str | None,
+    share: Path | None,
+    env_limit: float,
     tries: int,
     timeout: float | None,
     log: Path,
@@ -196,7 +224,9 @@ def run_command(
 
     def bisect(criterion: Criterion, report: Report) -> Bisection:
         from ... import __version__
+        from ...kernels.user_cache import user_cache
         from ..bisect.bisection import bisect_run
+        from ..bisect.environments import OWN, Environments, default_install, package_range, packages_of, released
         from ..bisect.log import BisectLog
         from ..bisect.trial import Command, listed_versions
         from ..bisect.versions import checked_out
@@ -205,13 +235,35 @@ def run_command(
             raise click.UsageError(
                 f"--timeout is {timeout}, expected seconds; without it a run may take as long as it likes"
             )
-        names = listed_versions(versions, good, bad)
+        package, first, last = package_range(versions or "")
+        if not (good or first) or not (bad or last):
+            raise click.UsageError("--good and --bad are needed, unless --versions is PACKAGE==A..B")
+        listed = ",".join(released(package, first, last)) if package else versions
+        names = listed_versions(listed, good or first, bad or last)
         if fresh:
             log.unlink(missing_ok=True)
         about = {"versions": names, "command": list(command), "criterion": criterion.key(), "kvcanary": __version__}
+        environments = None
+        if package or env:
+            shared = OWN if share is None else None if share == Path("none") else share.absolute()
+            if shared is not None and not packages_of(shared).is_dir():
+                raise click.UsageError(f"--share {share}: no virtual environment of this Python; expected one, or none")
+            environments = Environments(
+                folder=user_cache() / "environments",
+                install=env or default_install(package, shared),
+                share=shared,
+                limit_bytes=int(env_limit * 1e9),
+                progress=lambda text: say(f"     {text}", err=True),
+            )
+            about["environments"] = environments.key()
         return bisect_run(
             names,
-            Command(words=command, timeout_s=timeout, keep=keep.absolute() if keep else None),
+            Command(
+                words=command,
+                timeout_s=timeout,
+                keep=keep.absolute() if keep else None,
+                environments=environments,
+            ),
             criterion,
             BisectLog(log, about, checked_out() if versions is None else ""),
             tries=tries,
