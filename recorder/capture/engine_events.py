@@ -342,6 +342,11 @@ class EventRecording(Recording):
         """Say that something is missing here, nobody knows what; nothing before it is compared with what follows."""
         self.start_over(note)
 
+    @guarded
+    def begins_late(self) -> None:
+        """Say, before anything else, that the engine had run before: what it holds is unknown, and nothing is lost."""
+        self.start_over(schema.RAN_BEFORE, status=schema.LATE)
+
 
 def _row_column(row: int) -> dict[str, Int64Array]:
     return {"req_pool_indices": np.array([row], np.int64)} if row >= 0 else {}

@@ -142,13 +142,14 @@ class Recording:
         # Registered after the writer's own, so run before it: a forward that killed the engine is still recorded.
         self._no_close_at_end = at_process_end(self.close, priority=2)
 
-    def start_over(self, note: str, *, tables: bool = True) -> bool:
+    def start_over(self, note: str, *, tables: bool = True, status: str = "") -> bool:
         """As `lost`, for a caller that must know whether it was taken; may raise.
 
-        Without `tables` the copy of the tables stays, which may be large: for a caller that has its own.
+        Without `tables` the copy of the tables stays, which may be large: for a caller that has its own. `status` is the loss
+        event's.
         """
         with self.lock:
-            if not self.outbox.put_unknown_loss(note, self._now()):
+            if not self.outbox.put_unknown_loss(note, self._now(), status):
                 return False
             if tables:
                 self.state.tables.forget()

@@ -92,7 +92,7 @@ def _check_known(names: Iterable[str], known: Collection[str], listed: Sequence[
 def _check_together(settings: RecordingSettings) -> None:
     """Raise `ValueError` for a setting that does nothing without another, or a file that is none."""
     kept = settings.keep_segments or settings.keep_bytes
-    if (settings.freeze_file or settings.freeze_signal) and not kept:
+    if (settings.freeze_file or settings.freeze_signal) and not (kept or settings.in_windows):
         raise ValueError("freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too")
     if settings.freeze_file is not None and settings.freeze_file.is_dir():
         raise ValueError(f"freeze_file is {settings.freeze_file}, a folder, expected the name of a file to look for")

@@ -5,9 +5,11 @@ table in docs/guide/production.md are all made from it, or held against it by a 
 asked for must be cheap: nothing heavy is imported here.
 """
 
+import hashlib
 import re
 import secrets
 import signal
+import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +28,7 @@ PRIVACIES: Final = ("plain", "hashed")  # hashed: salted hashes take the place o
 
 MAX_FLUSH_BYTES: Final = 1 << 30  # a list column of a batch has 32-bit offsets
 MAX_QUEUED_BYTES: Final = 8 << 30
+MAX_NAME: Final = 200  # characters of a fleet's and of a server's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,31 @@ class RecordingSettings(WriterSettings):
     names: str = "plain"
     oracle: str = ""
     inject: "Injection | None" = None
+    fleet: str = ""
+    server: str = ""
+    sample_servers: float = 1.0
+    sample_windows: float = 1.0
+    window_seconds: int = 300
+    bytes_a_day: int = 0
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether there are times in which nothing is recorded; with an oracle or an injected fault there are none."""
+        return (self.sample_windows < 1 or self.bytes_a_day > 0) and not self.oracle and self.inject is None
+
+    @property
+    def server_name(self) -> str:
+        """What this server is called, in all its processes: the machine's name if nobody says."""
+        return self.server or socket.gethostname()
+
+    @property
+    def server_chosen(self) -> bool:
+        """Whether this server is one of those that record."""
+        return hashed_place("server", self.fleet, self.server_name) < self.sample_servers
+
+    def window_chosen(self, number: int) -> bool:
+        """Say whether a window is recorded on this server: the `number`-th since 1970."""
+        return hashed_place("window", self.fleet, self.server_name, str(number)) < self.sample_windows
 
     def new_sampling_seed(self) -> int | None:
         """Draw a seed for what is sampled of all layers; None if nothing is to be."""
@@ -100,6 +128,8 @@ class RecordingSettings(WriterSettings):
     def writer_options(self) -> dict[str, Any]:
         """Return what `Recorder` takes beside what only the adapter knows; raise `ValueError` for an unusable salt file."""
         options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(WriterSettings)}
+        if self.in_windows:  # the sampler asks all the recordings of a process, those that are over too
+            options |= {"freeze_file": None, "freeze_signal": 0}
         if "hashed" in (self.tokens, self.names):
             from ..capture.privacy import Privacy, new_salt, read_salt
 
@@ -117,8 +147,16 @@ class RecordingSettings(WriterSettings):
             f"bytes a token and half, {watch}, {sweep}, slot history {self.history}, {self.compression}, flush every "
             f"{self.flush_interval_ns / 1e9:g} s or {self.flush_bytes >> 10} KiB, at most "
             f"{self.max_queued_bytes >> 20} MiB queued; {self._segments()}; tokens {self.tokens}, names {self.names}"
+            f"{self._sampled()}"
             f"{f'; settings from {self.config}' if self.config else ''})"
         )
+
+    def _sampled(self) -> str:
+        said = f"; server {self.server_name} of {self.sample_servers:.6%} of fleet {self.fleet!r}" * (
+            self.sample_servers < 1
+        )
+        said += f"; {self.sample_windows:.6%} of the windows of {self.window_seconds} s" * (self.sample_windows < 1)
+        return said + f"; at most {self.bytes_a_day / (1 << 20):g} MiB a day in the folder" * (self.bytes_a_day > 0)
 
     def _segments(self) -> str:
         if not self.cut:
@@ -135,11 +173,16 @@ class RecordingSettings(WriterSettings):
         return said + (f", frozen by {' or '.join(map(str, filter(None, frozen)))}" if any(frozen) else "")
 
 
+def hashed_place(*names: str) -> float:
+    """Return where names stand between 0 and 1: the first 64 bits of the SHA-256 of them, in UTF-8 with a NUL between two."""
+    return int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:8]) / 2**64
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting as people give it: in a variable, in the TOML file, as an option of `kvcanary record`. `name` carries
     its unit, in which it is given; the field of `RecordingSettings` holds `scale` times as much. `kind` is number,
-    bytes (a number, or one with KiB, MiB or GiB behind it), word, path or signal. `least` and `most` bound what is
+    bytes (a number, or one with KiB, MiB or GiB behind it), share, name, word, path or signal. `least` and `most` bound what is
     given, `multiple` divides it; `help` is one line for people.
     """
 
@@ -173,7 +216,9 @@ class Setting:
         """The default as people would give it, empty for none."""
         if self.kind in ("path", "signal", "oracle"):
             return ""
-        value = RecordingSettings.__dataclass_fields__[self.attribute].default
+        value: Any = RecordingSettings.__dataclass_fields__[self.attribute].default
+        if self.kind == "share":
+            return f"{100 * value:g}%"
         return str(value // self.scale if isinstance(value, int) else value)
 
     def parse(self, given: Any, where: str) -> Any:
@@ -189,6 +234,11 @@ class Setting:
             return text if text in self.words else None
         if self.kind == "oracle":
             return text if ORACLE_NAME.fullmatch(text) else None
+        if self.kind == "name":
+            return text if 0 < len(text) <= MAX_NAME and text.isprintable() else None
+        if self.kind == "share":
+            percent = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%", text, re.ASCII)
+            return float(percent[1]) / 100 if percent and float(percent[1]) <= 100 else None
         if self.kind == "signal":
             name = text.upper().removeprefix("SIG")
             return int(signal.Signals["SIG" + name]) if name in SIGNALS else None
@@ -215,6 +265,10 @@ class Setting:
             return "hash, or module:name"
         if self.kind == "path":
             return "a path"
+        if self.kind == "name":
+            return f"a name of at most {MAX_NAME} characters"
+        if self.kind == "share":
+            return "a percentage, as 1% or 0.25%"
         unit = ", or a number and KiB, MiB or GiB" if self.kind == "bytes" else ""
         multiple = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
         return f"a whole number from {self.least} to {self.most}{multiple}{unit}"
@@ -281,5 +335,11 @@ SETTINGS: Final = (
     Setting("tokens", "word", "hashed: salted hashes take the place of token ids.", words=PRIVACIES),
     Setting("token_salt_file", "path", "What the salt is made from; without it each process draws its own."),
     Setting("names", "word", "hashed: salted hashes take the place of the requests' names.", words=PRIVACIES),
+    Setting("fleet", "name", "Sampling: the fleet that this server belongs to, part of what is hashed."),
+    Setting("server", "name", "Sampling: this server, the same in all its processes; without it the machine's name."),
+    Setting("sample_servers", "share", "Sampling: the share of the fleet's servers that record."),
+    Setting("sample_windows", "share", "Sampling: the share of time that is recorded, window by window."),
+    Setting("window_seconds", "number", "Sampling: how long a window is.", least=1, most=86_400),
+    Setting("bytes_a_day", "bytes", "Sampling: what may be written into the folder in a day (UTC); 0: all."),
     Setting("oracle", "oracle", "Damages outputs: an oracle samples all tokens, hash or module:name of your own."),
 )

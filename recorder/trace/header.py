@@ -290,6 +290,26 @@ class Shrunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Which part of a fleet's servers and time is recorded, of which this recording is some.
+
+    `servers` and `windows` are the shares that are chosen by a hash; a window is `window_seconds` long, 0 if all time is recorded.
+    `reason` says why this recording began: "window", or "incident": somebody asked to freeze, and no hash.
+    """
+
+    fleet: Text = ""
+    server: Text = ""
+    servers: Chance = 1.0
+    windows: Chance = 1.0
+    window_seconds: Count = 0
+    bytes_a_day: Count = 0
+    reason: Literal["window", "incident"] = "window"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
     """Everything a reader must know before the first event.
 
@@ -299,7 +319,7 @@ class TraceHeader:
     of the first runner, 0 never. `tokens` is "hashed" if salted hashes stand in place of token ids; `salt_id` is the same
     for all traces hashed with one salt. `sampler`: every token was foretold, `oracle` only that a decode's inputs are the
     hash's. `segment` is None for a trace of one file. `not_watched`: of what no verdict speaks. `shrunk`: not None for a
-    part of a recording that `kvcanary shrink` made.
+    part of a recording that `kvcanary shrink` made. `sampling`: None if all of the server's time is recorded.
     """
 
     format_major: int = schema.FORMAT_MAJOR
@@ -330,6 +350,7 @@ class TraceHeader:
     not_watched: Annotated[tuple[NotWatched, ...], Meta(max_length=schema.MAX_NOT_WATCHED)] = ()
     notes: tuple[Text, ...] = ()
     shrunk: Shrunk | None = None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` on anything a replay could not stand on."""

@@ -15,6 +15,7 @@ from .batch import LIVE, EventView, TraceBatch
 from .files import tail_paths
 from .header import TraceHeader
 from .reader import TraceReader
+from .schema import LATE
 
 MAX_LISTED: Final = 50  # losses, gaps and marks that are listed; all are counted
 _LONGEST_NOTE: Final = 2000
@@ -170,7 +171,7 @@ def _add_batch(found: TraceInspection, batch: TraceBatch) -> None:
     if forwards:
         found.last_forward = int(batch.scalar_ints("forward")[forwards[-1]])
     for row, kind in enumerate(kinds):
-        if kind == "loss":
+        if kind == "loss" and batch.event(row).scalar("status") != LATE:
             found.num_losses += 1
             _count_lost(found, batch.event(row).scalar("lost_events"))
             _list(found.losses, batch.event(row), "time_ns", "lost_events", "note")

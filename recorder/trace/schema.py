@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 6
+FORMAT_MINOR: Final = 7
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -149,6 +149,11 @@ PHASE_AFTER: Final = 1  # ... seen after it
 # `status` of a loss event that lists every slot which the lost events may have written. Without it, all state is
 # unknown after the loss.
 SLOTS_LISTED: Final = "slots_listed"
+
+# `status` of a loss event with which a recording begins in an engine that had run before: nothing of the recording is lost, and
+# all state is unknown. Since minor version 7.
+LATE: Final = "late"
+RAN_BEFORE: Final = "the engine had run before the recording began"
 
 # `mode` of a forward event.
 Mode = Literal["extend", "decode", "mixed", "target_verify", "draft_extend", "idle"]

@@ -77,9 +77,11 @@ class Outbox:
             self.taken += 1
         return True
 
-    def put_unknown_loss(self, note: str, time_ns: int) -> bool:
+    def put_unknown_loss(self, note: str, time_ns: int, status: str = "") -> bool:
         """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
-        if not self.writer.append(loss_event(lost_events=-1, note=note, time_ns=time_ns)):
+        event = loss_event(lost_events=-1, note=note, time_ns=time_ns)
+        event.scalars["status"] = status
+        if not self.writer.append(event):
             return False
         self._said()
         return True

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -152,12 +152,7 @@ class Segments(SingleFile):
         self._append([self._frozen_mark(note)], 0)
         self._cut(FROZEN)
         try:
-            folder = str(self._frozen_folder())
-            for path in self._kept:
-                try:
-                    _second_name(path, Path(folder) / path.name)
-                except FileNotFoundError:  # somebody tidied up: what is left is kept all the same
-                    _log.error("kvcanary: %s: is gone, and so in no frozen folder", path)
+            folder = str(keep_aside(self._path, self._kept))
         except OSError as error:
             _log.error("kvcanary: %s: what is kept could not be frozen: %s", self._path, error)
             folder = ""
@@ -246,15 +241,27 @@ class Segments(SingleFile):
                     _log.error("kvcanary: %s: an old segment cannot be deleted: %s (said once)", self._path, error)
                 self._delete_failed = True
 
-    def _frozen_folder(self) -> Path:
-        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        for count in range(1000):
-            again = f"-{count}" if count else ""
-            folder = self._path.with_name(f"{base_name(self._path)}.frozen-{stamp}{again}")
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-                return folder
-        raise OSError(f"{folder}: exists, and so do 999 more of that name")
+
+def keep_aside(recording: Path, files: Iterable[Path]) -> Path:
+    """Give files of a recording a second name in a new folder beside it; return the folder. Raises `OSError`."""
+    folder = _frozen_folder(recording)
+    for path in files:
+        try:
+            _second_name(path, folder / path.name)
+        except FileNotFoundError:  # somebody tidied up: what is left is kept all the same
+            _log.error("kvcanary: %s: is gone, and so in no frozen folder", path)
+    return folder
+
+
+def _frozen_folder(recording: Path) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    for count in range(1000):
+        again = f"-{count}" if count else ""
+        folder = recording.with_name(f"{base_name(recording)}.frozen-{stamp}{again}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            return folder
+    raise OSError(f"{folder}: exists, and so do 999 more of that name")
 
 
 def _second_name(path: Path, target: Path) -> None:

@@ -233,6 +233,7 @@ class Summary:
             "num_requests_hit": len(self.requests_hit),
             **{name: dataclasses.asdict(getattr(header, name)) for name in ("engine", "model", "ranks")},
             "trace_id": header.trace_id,
+            "sampling": None if header.sampling is None else dataclasses.asdict(header.sampling),
             **values,
         }
 

@@ -11,7 +11,15 @@ from ...recorder.state.forward import UnusableEventError, read_forward
 from ...recorder.state.keyframe_load import KeyframeLoader
 from ...recorder.trace.batch import CUT, LIVE
 from ...recorder.trace.reader import EventView, TraceBatch, TraceGap
-from ...recorder.trace.schema import EVENT_KINDS, FROZEN, KEYFRAME_BEGIN, KEYFRAME_END, SEGMENT_CONTINUES, SLOTS_LISTED
+from ...recorder.trace.schema import (
+    EVENT_KINDS,
+    FROZEN,
+    KEYFRAME_BEGIN,
+    KEYFRAME_END,
+    LATE,
+    SEGMENT_CONTINUES,
+    SLOTS_LISTED,
+)
 from ..checks.check import HistoryCheck
 from ..checks.oracle import OracleToken
 from ..executors.executors import make_executor, make_pass
@@ -58,7 +66,7 @@ class EventReplay:
         self._health = Health(header, self.executor.state.activity)
         self._keyframes = KeyframeLoader(self.executor.state, kv_hash_mode=kv_hash_mode)
         # A keyframe is taken where the state before it is not known; else the replay's own is the same.
-        self._wants_keyframe = False
+        self._wants_keyframe = self._late = False
         self._at_first = True
         self.continues = self._frozen = False
         self._trailing = 0  # gaps and losses by which a recording ends that was cut
@@ -160,7 +168,7 @@ class EventReplay:
             executor.finish()
             history = executor.history
             # What was lost before the first segment given was lost all the same.
-            lost = summary.num_gaps or summary.num_losses or (history is not None and history.had_gap)
+            lost = self._late or summary.num_gaps or summary.num_losses or (history is not None and history.had_gap)
             if not lost:
                 self._results.findings(self._health.finish(executor.launcher.kernel_counters))
         self._results.flush(executor.divergence)
@@ -259,9 +267,11 @@ class EventReplay:
 
     def _loss(self, view: EventView) -> None:
         summary, lost = self._summary, int(view.scalar("lost_events"))
-        summary.num_losses += 1
-        summary.lost_events += max(lost, 0)
-        self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
+        self._late |= view.scalar("status") == LATE
+        if view.scalar("status") != LATE:
+            summary.num_losses += 1
+            summary.lost_events += max(lost, 0)
+            self._note(summary.losses, str(view.scalar("note")) or f"{lost} events lost")
         if view.scalar("status") != SLOTS_LISTED:
             self._keyframes.stop()
             self._wants_keyframe = True

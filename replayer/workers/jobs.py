@@ -112,7 +112,10 @@ def ranks_together(recordings: Sequence[Recording]) -> list[list[int]]:
     headers = {index: one.header for index, one in enumerate(recordings) if one.header is not None}
     engines: dict[tuple[object, ...], dict[str, list[int]]] = {}
     for index, header in headers.items():
-        if header.ranks.tp_size > 1:
+        sampled = (
+            header.sampling is not None and header.sampling.window_seconds
+        )  # each rank begins with another forward
+        if header.ranks.tp_size > 1 and not sampled:
             engine = (header.engine, header.model, header.role, header.runners, replace(header.ranks, tp_rank=0))
             engines.setdefault(engine, {}).setdefault(header.run_id, []).append(index)
 

@@ -59,6 +59,12 @@ def in_human_units(salt: Path) -> dict[str, Any]:
         "tokens": "hashed",
         "token_salt_file": str(salt),
         "names": "hashed",
+        "fleet": "europe",
+        "server": "gpu-17",
+        "sample_servers": "1 %",
+        "sample_windows": "0.5%",
+        "window_seconds": 60,
+        "bytes_a_day": "2GiB",
         "oracle": "my.module:Mine",
     }
 
@@ -86,6 +92,12 @@ def as_settings(salt: Path, config: Path | None = None) -> RecordingSettings:
         tokens="hashed",
         token_salt_file=salt,
         names="hashed",
+        fleet="europe",
+        server="gpu-17",
+        sample_servers=0.01,
+        sample_windows=0.005,
+        window_seconds=60,
+        bytes_a_day=2 << 30,
         oracle="my.module:Mine",
     )
 
@@ -156,6 +168,9 @@ WRONG = [
     ("freeze_file", "/f", "freeze_file and freeze_signal need a flight recorder: set keep_segments or keep_bytes too"),
     ("token_salt_file", "/nowhere/salt", "the token salt cannot be read: No such file"),
     ("traces", "/x", "no such setting; there are"),
+    ("sample_servers", "0.01", "expected a percentage, as 1% or 0.25%"),
+    ("sample_windows", "101%", "expected a percentage, as 1% or 0.25%"),
+    ("fleet", "x" * 201, "expected a name of at most 200 characters"),
 ]
 
 

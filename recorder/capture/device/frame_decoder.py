@@ -192,13 +192,13 @@ class FrameDecoder:
         if not self.continues:
             self.record_loss(self._why)
 
-    def record_loss(self, note: str) -> None:
+    def record_loss(self, note: str, status: str = "") -> None:
         """Record that something is missing, nobody knows what; what is in flight does not continue from there."""
         self._truth.forget()
         self._changes.forget()
         self.follows = False
         self._why = note
-        self.loss_recorded = self._recorder.start_over(note, tables=False)
+        self.loss_recorded = self._recorder.start_over(note, tables=False, status=status)
 
     def _put(self, in_flight: FrameInFlight, frame: Frame) -> bool:
         forward, requests = frame.forward, in_flight.requests

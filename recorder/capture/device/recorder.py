@@ -21,7 +21,7 @@ from ....kernels.arrays import Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
-from ...trace.schema import RECEIVE, TIER_POOL, TransferDirection, TransferStatus
+from ...trace.schema import LATE, RAN_BEFORE, RECEIVE, TIER_POOL, TransferDirection, TransferStatus
 from ...writing.outbox import RecorderStats
 from ..forward_input import CopiedForward
 from ..host_arrays import own_int64, runs_to_slots
@@ -313,6 +313,11 @@ class DeviceRecorder:
     def pinned_bytes(self) -> int:
         """Pinned host memory."""
         return self._decoder.reader.pinned_bytes
+
+    def begins_late(self) -> None:
+        """As `Recorder.begins_late`."""
+        self._background.put((perf_counter_ns(), self._decoder.record_loss, RAN_BEFORE, LATE))
+        self._capture.reset()
 
     def _lose(self, note: str) -> None:
         if len(self._background.queue) < 2 * MAX_WAITING:  # else the forward that holds everything anew says it

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from ...errors import error_text
-from ...process.environment import is_wanted, share_run_id
+from ...process.environment import is_wanted, read_environment, share_run_id
+from ...process.settings import RecordingSettings
 from .hooking import EngineError
 from .stopping import PATIENCE_S, serve_stop, stop_on_sigterm
 
@@ -36,6 +37,8 @@ class EngineAttachment:
         self._ends = False  # the process is about to be killed
         self._paused = threading.Event()  # the engine is held before a step
         self._stepped = 0.0  # when its last step began
+        self.sampler: Any = None  # a `Sampler`; None records all the time
+        self._in_window = True
 
     def recorders(self) -> Sequence[Any]:
         """Return the open recorders."""
@@ -80,6 +83,39 @@ class EngineAttachment:
         self._paused.wait(max(0.0, self._stepped + STEP_S - time.monotonic()))
         self.close()
 
+    def sample(self, settings: RecordingSettings) -> bool:
+        """Begin to look at the clock if that decides when to record; return whether to record now."""
+        if settings.in_windows and self.sampler is None:
+            from ...capture.recorder import prepare_kernels
+            from ...writing.sampling import Sampler
+
+            prepare_kernels()  # now, not in the step before which a window begins
+            self.sampler = Sampler(settings)
+            self.sampler.start()
+            self._in_window = self.sampler.wanted
+            logger.info("kvcanary: recording in windows: %s", "now" if self._in_window else "not now")
+        return self._in_window
+
+    def look_at_window(self) -> None:
+        """To be called before a step of a process that samples: a window may begin or end there."""
+        if self.sampler.wanted != self._in_window and not self.off & self.ending:
+            self._in_window = self.sampler.wanted
+            self.begin_window() if self._in_window else self.end_window()
+
+    def begin_window(self) -> None:
+        """Begin to record in the midst of an engine's life; nothing for an adapter that begins with the next step."""
+
+    def end_window(self) -> None:
+        """End the recordings, and have the engine's objects as they were."""
+        raise NotImplementedError
+
+    def close_behind(self, recorder: Any) -> None:
+        """End a trace without the engine waiting for the disk."""
+        try:
+            threading.Thread(target=recorder.close, name="kvcanary-close", daemon=True).start()
+        except RuntimeError:  # the system has no more threads
+            recorder.close(timeout=STEP_S)
+
     def next_step(self) -> None:
         """Note that the engine begins a step; hold it there if its process is about to be killed."""
         self._stepped = time.monotonic()
@@ -96,6 +132,16 @@ def begin_plugin(engine: str, package: str) -> None:
             importlib.import_module(".hooks", package).install()
         except Exception:
             logger.exception("kvcanary: not recording: the %s adapter could not be set up", engine)
+
+
+def settings_here() -> RecordingSettings | None:
+    """Return the settings if a recording is asked for, and of this server; raise `ValueError` as `read_environment` does."""
+    settings = read_environment()
+    if settings is None or settings.server_chosen:
+        return settings
+    chosen = f"{settings.sample_servers:.6%} of fleet {settings.fleet!r}"
+    logger.info("kvcanary: not recording: server %s is not one of the %s that are", settings.server_name, chosen)
+    return None
 
 
 def installed_version(*packages: str) -> str:

@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from array import array
 from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from time import perf_counter_ns
 from types import ModuleType
@@ -224,13 +225,51 @@ def harmless(hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> Cal
     return wrapper
 
 
+class Wraps:
+    """What `wrap_method` and `wrap_often` wrap while it is entered; `undo` puts that back, but for what others wrapped since."""
+
+    def __init__(self) -> None:
+        self._put: list[tuple[Any, str, Any, Any]] = []
+
+    def __enter__(self) -> "Wraps":
+        self._token = _wraps.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _wraps.reset(self._token)
+
+    def put(self, owner: Any, name: str, wrapper: Any) -> None:
+        """Set an attribute of an object, and remember its own one, or that it had none."""
+        self._put.append((owner, name, wrapper, vars(owner).get(name, _NONE) if hasattr(owner, "__dict__") else _NONE))
+        setattr(owner, name, wrapper)
+
+    def undo(self) -> None:
+        """Take off what is still on top; a second call does nothing."""
+        while self._put:
+            owner, name, wrapper, before = self._put.pop()
+            if vars(owner).get(name) is wrapper:
+                delattr(owner, name) if before is _NONE else setattr(owner, name, before)
+
+
+_NONE: Final = object()
+_wraps: ContextVar[Wraps | None] = ContextVar("kvcanary_wraps", default=None)
+
+
+def _put(owner: Any, name: str, wrapper: Any) -> None:
+    wraps = _wraps.get()
+    if wraps is None:
+        setattr(owner, name, wrapper)
+    else:
+        wraps.put(owner, name, wrapper)
+
+
 def wrap_method(owner: Any, name: str, hook: Hook, on_fault: OnFault, cost: StepCost | None = None) -> bool:
     """Put `hook` around one object's method; return whether the object has such a method."""
     original = getattr(owner, name, None)
     if not callable(original):
         return False
     around = functools.partial(harmless(hook, on_fault, cost), original)
-    setattr(owner, name, functools.update_wrapper(around, original))
+    _put(owner, name, functools.update_wrapper(around, original))
     return True
 
 
@@ -271,7 +310,7 @@ def wrap_often(
             report(error)
         return result
 
-    setattr(owner, name, watched)
+    _put(owner, name, watched)
     return True
 
 

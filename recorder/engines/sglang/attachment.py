@@ -1,5 +1,6 @@
 """The hooks around SGLang's functions: they collect its parts, start the recording, and pass on what happens."""
 
+import functools
 import logging
 from typing import Any
 
@@ -8,8 +9,20 @@ from ...capture.recording import beginning
 from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
+from ...writing.sampling import sampled_header
 from ..common.attachment import EngineAttachment
-from ..common.hooking import Around, EngineError, Finish, Hook, OnFault, StepCost, beside, while_true, wrap_method
+from ..common.hooking import (
+    Around,
+    EngineError,
+    Finish,
+    Hook,
+    OnFault,
+    StepCost,
+    Wraps,
+    beside,
+    while_true,
+    wrap_method,
+)
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
 from ..common.stopping import stop_tree
 from .forward import mode_of, prefix_and_extend
@@ -43,6 +56,9 @@ class SglangAttachment(EngineAttachment):
         self.recording: SglangRecording | None = None
         self.oracle: SglangOracle | None = None
         self._settings = settings
+        self._scheduler: Any = None
+        self._drafts_hooked = False
+        self._wraps = Wraps()  # of the scheduler's parts
         self._runners: list[Any] = []
         # The runner that ran last, and what is known of it.
         self._runner: Any = None
@@ -72,14 +88,15 @@ class SglangAttachment(EngineAttachment):
 
     def close(self) -> None:
         """End the trace, with what the recording cost in it."""
-        recording = self.recording
-        if recording is None:
-            return
+        if self.recording is not None:
+            self._mark_cost(self.recording)
+            super().close()
+
+    def _mark_cost(self, recording: SglangRecording) -> None:
         try:
             recording.recorder.mark("cost", {**self.cost.summary(), **recording.cost()})
         except Exception:
             logger.exception("kvcanary: what the recording cost is not recorded")
-        super().close()
 
     def on_runner(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
         """Remember every model runner of the process: target and drafts."""
@@ -97,23 +114,45 @@ class SglangAttachment(EngineAttachment):
     def on_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Start the recording when the scheduler stands; what ran before it was warm-up."""
         yield
-        if self.recording is None:
-            self._start(scheduler)
+        if self._scheduler is None:
+            self._scheduler = scheduler
+            self.end_with_process()
+            if self.sample(self._settings):
+                self._start(scheduler, late=False)
 
-    def _start(self, scheduler: Any) -> None:
+    def begin_window(self) -> None:
+        """Record from the step on that is about to run."""
+        self._start(self._scheduler, late=True)
+
+    def end_window(self) -> None:
+        """End the trace before the step that is about to run."""
+        if self.recording is not None:
+            self._mark_cost(self.recording)
+            self.close_behind(self.recording.recorder)
+        self.recording = self._runner = self._layout = self._layers.expected = None
+        self._wraps.undo()
+        self.cost.forget()
+
+    def _start(self, scheduler: Any, *, late: bool) -> None:
         runners = [runner for runner in self._runners if getattr(runner, "token_to_kv_pool", None) is not None]
         runners.sort(key=lambda runner: bool(runner.is_draft_worker))
         allocator = scheduler.token_to_kv_pool_allocator
-        history = knows_allocator(allocator) and self._settings.history != "off"
+        history, notes = knows_allocator(allocator) and self._settings.history != "off", self.notes
         if not history:
             kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
-            self.notes.append(f"allocations and frees of slots are not recorded{kind}")
-        if any(runner.is_draft_worker for runner in runners):
+            notes = [*notes, f"allocations and frees of slots are not recorded{kind}"]
+        if any(runner.is_draft_worker for runner in runners) and not self._drafts_hooked:
+            self._drafts_hooked = True
             self.not_watched += register_drafts(self)
         settings, missing = self._settings, (*self.not_watched, *not_applied())
         looked_at = self._inside, self._layers
-        recording = SglangRecording(scheduler, runners, settings, tuple(self.notes), missing, *looked_at)
-        with beginning(recording.recorder):
+        begins = functools.partial(sampled_header, settings=settings, sampler=self.sampler, late=late)
+        recording = SglangRecording(scheduler, runners, settings, tuple(notes), missing, *looked_at, begins)
+        with beginning(recording.recorder), self._wraps:
+            if late:
+                recording.recorder.begins_late()
+            if self.sampler is not None:
+                self.sampler.begun(recording.recorder)
             self._follow(scheduler, recording, allocator if history else None)
             if recording.recorder.header.sampler is not None:
                 sampler = recording.recorder.header.sampler
@@ -121,7 +160,6 @@ class SglangAttachment(EngineAttachment):
                 self.oracle.injector = injector_of(recording.recorder, self._settings.inject)
         self.recording = recording
         check_injector(recording.recorder, self._settings.inject)
-        self.end_with_process()
 
     def _follow(self, scheduler: Any, recording: SglangRecording, allocator: Any) -> None:
         """Hook what the scheduler's parts do; with an allocator, which slots it gives out."""
@@ -240,6 +278,8 @@ class SglangAttachment(EngineAttachment):
     def on_run(self, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Get to know the requests of a batch that is about to run, and which forward its result belongs to."""
         self.next_step()
+        if self.sampler is not None:
+            self.look_at_window()
         recording = self.recording
         if recording is None or "on_run" in self.off:
             return None

@@ -79,9 +79,9 @@ def install() -> None:
     Raises:
         ValueError: a setting is wrong, or this SGLang lacks something without which nothing can be recorded.
     """
-    from ...process.environment import read_environment
+    from ..common.attachment import settings_here
 
-    settings = read_environment()
+    settings = settings_here()
     if settings is None:
         return
     if SCHEDULER_MODULE not in sys.modules:

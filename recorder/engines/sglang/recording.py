@@ -49,6 +49,7 @@ class SglangRecording:
         not_watched: tuple[NotWatched, ...],
         inside: InsideModels,
         layers: ModelLayers,
+        begins: Callable[[TraceHeader], TraceHeader],
     ) -> None:
         self.target: Any = next((runner for runner in model_runners if not runner.is_draft_worker), None)
         if self.target is None:
@@ -69,7 +70,7 @@ class SglangRecording:
             entries.append(NotWatched(what="pool", name=self.layout.states[0].name, reason="its layers are not hooked"))
         if not on_gpu(self.layout.tables[0]):
             entries += not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
-        header = dataclasses.replace(header, not_watched=tuple(entries))
+        header = begins(dataclasses.replace(header, not_watched=tuple(entries)))
         self.requests = SglangRequests(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)

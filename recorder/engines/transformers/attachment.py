@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from ...capture.recorder import Recorder, prepare_kernels
 from ...errors import error_text
-from ...process.environment import read_environment
 from ...process.injection import Injection
+from ...process.settings import RecordingSettings
+from ...writing.sampling import sampled_header
 from ...writing.trace_file import begin_new
-from ..common.attachment import EngineAttachment
+from ..common.attachment import EngineAttachment, settings_here
 from ..common.hooking import Around, Finish, beside, harmless
 from .recording import TransformersRecording
 
@@ -37,6 +38,7 @@ class TransformersAttachment(EngineAttachment):
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         super().__init__()
         self.path = path
+        self.settings: RecordingSettings | None = None  # of an operator, who may want windows
         self._options = options
         self._active = False
         self._recorders: list[Recorder] = []
@@ -132,6 +134,10 @@ class TransformersAttachment(EngineAttachment):
 
     def on_step(self, processor: Any, _model: Any) -> Finish | None:
         """Record a step, a processor's first into a trace of its own."""
+        if self.sampler is not None:
+            self.look_at_window()
+            if not self._in_window:
+                return None
         if processor not in self._recordings:
             self._recordings[processor] = None  # whatever happens next, it is tried and logged once
             self._open(processor)
@@ -144,12 +150,24 @@ class TransformersAttachment(EngineAttachment):
     def _open(self, processor: Any) -> None:
         number = len(self._recorders)
         path = self.path if not number else self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")
-        recording = begin_new(path, lambda path: TransformersRecording(path, processor, **self._options))
+        begins = None
+        if self.settings is not None and (self.sampler is not None or self.settings.sample_servers < 1):
+            begins = functools.partial(sampled_header, settings=self.settings, sampler=self.sampler)
+        recording = begin_new(path, lambda path: TransformersRecording(path, processor, begins=begins, **self._options))
         self._recorders.append(recording.recorder)
+        if self.sampler is not None:
+            self.sampler.begun(recording.recorder)
         cache = processor.cache
         engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler)
         for part in (*engine_parts, *cache.cache_allocators.values()):
             self._recordings[part] = recording
+
+    def end_window(self) -> None:
+        """End all traces before the step that is about to run."""
+        for recorder in self._recorders:
+            self.close_behind(recorder)
+        self._recorders.clear()
+        self._recordings.clear()
 
     @beside
     def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Around:
@@ -176,7 +194,7 @@ def attach_from_environment() -> TransformersAttachment | None:
         ValueError, ImportError: as `attach` does, or a setting is wrong.
         OSError: the folder cannot be made.
     """
-    settings = read_environment()
+    settings = settings_here()
     if settings is None:
         return None
     settings.folder.mkdir(parents=True, exist_ok=True)
@@ -184,10 +202,13 @@ def attach_from_environment() -> TransformersAttachment | None:
     names = ("kv_watch_every", "capture_bytes", "oracle", "inject")
     options: dict[str, Any] = {name: getattr(settings, name) for name in names}
     options["all_layers"] = settings.all_layers == "on"
-    return begin_new(
+    attachment = begin_new(
         settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
         lambda path: attach(path, **options, **settings.writer_options()),
     )
+    attachment.settings = settings
+    attachment.sample(settings)
+    return attachment
 
 
 def attach(

@@ -12,7 +12,7 @@ import numpy as np
 from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import as_rows, own_int64
 from ...process.injection import Injection
-from ...trace.header import NotWatched
+from ...trace.header import NotWatched, TraceHeader
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
 from ..common.injecting import Injector, Undo, injector_of, put_entry, recorder_class, undone
@@ -49,6 +49,7 @@ class TransformersRecording:
         inject: Injection | None,
         seed: int | None,
         writer_options: dict[str, Any],
+        begins: Callable[..., TraceHeader] | None = None,
     ) -> None:
         if processor.use_async_batching:
             raise ValueError(
@@ -63,6 +64,8 @@ class TransformersRecording:
             header = dataclasses.replace(header, not_watched=(*header.not_watched, off))
         if oracle:
             header = with_oracle(header, oracle, int(processor.config.vocab_size))
+        late = self._has_history(processor)
+        header = begins(header, late=late) if begins is not None else header
         numbers = itertools.count()  # a name may come again, as another request
         self._requests = RequestRows(header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers)))
         self._forward = -1
@@ -85,7 +88,9 @@ class TransformersRecording:
             logits = processor.logit_processor
             logits.logits_processor.append(lambda _, scores: self._force(processor.inputs_and_outputs, scores))
             logits.do_processing = True
-        if self._has_history(processor):
+        if late and begins is not None:
+            self.recorder.begins_late()
+        elif late:
             self.recorder.lost("attached to an engine that had already run")
 
     def _has_history(self, processor: Any) -> bool:

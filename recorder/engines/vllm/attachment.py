@@ -1,12 +1,14 @@
 """The hooks around vLLM's functions: they collect its parts, start the recordings, and pass on what happens."""
 
+import functools
 import multiprocessing.util
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
+from ...writing.sampling import sampled_header
 from ..common.attachment import EngineAttachment
 from ..common.hooking import Around, Finish, around, beside, while_true, wrap_method
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
@@ -37,6 +39,7 @@ class VllmAttachment(EngineAttachment):
         self._newest: Any = None  # the runner that got its KV cache last
         self._schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # runner -> scheduler
         self._runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # scheduler -> runner
+        self._ran_before: WeakSet[Any] = WeakSet()  # runners that were given work and not recorded
         self._started = 0
         self._warming = 0  # calls under way that warm an engine up, one inside another
 
@@ -55,16 +58,25 @@ class VllmAttachment(EngineAttachment):
         return None if recording is None or (of_forward and recording.output is None) else recording
 
     def _start(self, runner: Any) -> VllmRecording | None:
-        """Return a runner's recording; the first call starts it, but for one of a warm-up."""
+        """Return a runner's recording; the first call starts it, but for one of a warm-up or outside of a window."""
         if self._warming:
+            return None
+        if not self._in_window:
+            self._ran_before.add(runner)
             return None
         if runner in self.recordings:
             return self.recordings[runner]
         self.recordings[runner] = None  # whatever happens next, it is tried and logged once
         notes = tuple(dict.fromkeys(self.notes))
-        recording = VllmRecording(runner, self._schedulers.get(runner), self._settings, notes, self._started)
+        late = runner in self._ran_before
+        begins = functools.partial(sampled_header, settings=self._settings, sampler=self.sampler, late=late)
+        recording = VllmRecording(runner, self._schedulers.get(runner), self._settings, notes, self._started, begins)
         self._started += 1
-        with beginning(recording.recorder):
+        with beginning(recording.recorder), recording.wraps:
+            if late:
+                recording.recorder.begins_late()
+            if self.sampler is not None:
+                self.sampler.begun(recording.recorder)
             recording.attach(self.fault, lambda _, error: self.fault("history", error))
             on_attention = while_true(lambda: self._live("on_attention", runner), recording.on_attention)
             wrap_method(getattr(runner, "model_state", None), "prepare_attn", on_attention, self.fault)
@@ -81,12 +93,22 @@ class VllmAttachment(EngineAttachment):
             self.end_with_process()
         return recording
 
+    def end_window(self) -> None:
+        """End all traces before the step that is about to run."""
+        for runner in [*self.recordings]:
+            recording = self.recordings.pop(runner)
+            self._ran_before.add(runner)
+            if recording is not None:
+                self.close_behind(recording.recorder)
+                recording.wraps.undo()
+
     @beside
     def on_runner(self, runner: Any, *args: Any, **kwargs: Any) -> Around:
         """Remember a runner when it has its KV cache; what ran before was warm-up."""
         if kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
             return
         yield
+        self.sample(self._settings)
         self._newest = runner
         self.on_shutdown(runner)  # a cache anew: the trace of the one before is over
 
@@ -136,6 +158,8 @@ class VllmAttachment(EngineAttachment):
         if "on_execute" in self.off or kwargs.get("dummy_run") or not hasattr(runner, "kv_cache_config"):
             return None
         self.next_step()
+        if self.sampler is not None:
+            self.look_at_window()
         recording = self._start(runner)
         if recording is None:
             return None

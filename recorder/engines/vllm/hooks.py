@@ -54,9 +54,9 @@ def install() -> None:
     """
     if attachments:
         return
-    from ...process.environment import read_environment
+    from ..common.attachment import settings_here
 
-    settings = read_environment()
+    settings = settings_here()
     if settings is None:
         return
     from .attachment import VllmAttachment

@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import AttentionInput
 from ...capture.host_arrays import runs_to_slots
@@ -18,7 +19,7 @@ from ...trace.header import NotWatched, TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, EngineError, OnFault, around, while_true, wrap_method
+from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_method
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory, why_no_history
 from .connectors.copies import Storage
@@ -54,8 +55,15 @@ class VllmRecording:
     """
 
     def __init__(
-        self, runner: Any, scheduler: Any, settings: RecordingSettings, notes: tuple[str, ...], number: int
+        self,
+        runner: Any,
+        scheduler: Any,
+        settings: RecordingSettings,
+        notes: tuple[str, ...],
+        number: int,
+        begins: Callable[[TraceHeader], TraceHeader],
     ) -> None:
+        self.wraps = Wraps()  # of the engine's parts
         self.layout = layout = VllmLayout(runner, settings)
         storage = storage_of(runner, layout)
         if storage is not None:
@@ -67,7 +75,7 @@ class VllmRecording:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
         pool = None if no_history else scheduler.kv_cache_manager.coordinator.block_pool
         sweep_every = settings.sweep_every if getattr(pool, "enable_caching", False) else 0
-        header = describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every)
+        header = begins(describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every))
         settings.folder.mkdir(parents=True, exist_ok=True)
         connector = connector_of(runner.vllm_config)
         self.on_device: DeviceSteps | None = None
@@ -164,6 +172,7 @@ class VllmRecording:
             for name in output.num_scheduled_tokens:
                 if self.requests.get(name) is None:  # running since before the recording began
                     self._begin_request(name, getattr(runner, "requests", {}).get(name))
+                    self._pad(name, output)
 
     def _begin_request(self, name: str, request: Any, tokens: Any = None) -> None:
         self._requests_changed = True
@@ -172,6 +181,17 @@ class VllmRecording:
         known.prompt_len, known.unknown = prompt.size, unknown
         known.begin(tokens or prompt)
         known.got_blocks(getattr(request, "block_ids", None), anew=True)
+
+    def _pad(self, name: str, output: Any) -> None:
+        """Have a request's list as long as its tokens are behind this step, but for those that it samples: unknown ones."""
+        cached = output.scheduled_cached_reqs
+        if name in cached.req_ids:
+            drafts = (getattr(output, "scheduled_spec_decode_tokens", None) or {}).get(name, ())
+            behind = (
+                cached.num_computed_tokens[cached.req_ids.index(name)] + output.num_scheduled_tokens[name] - len(drafts)
+            )
+            tokens = self.requests.see(name)[0].tokens
+            tokens.append([UNKNOWN_TOKEN] * max(0, behind - len(tokens)))
 
     def _record_copies(self, copies: Any) -> None:
         """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own."""
