@@ -26,7 +26,7 @@ _COMMANDS: Final = {
     "diff": ("analysis.cli.diff", "diff_command", "Compare two traces of the same workload."),
     "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
     "export": ("analysis.cli.export", "export_command", "Write traces for Perfetto's UI."),
-    "fleet": ("analysis.cli.fleet", "fleet_command", "Replay all recordings of a fleet, on any number of machines."),
+    "fleet": ("analysis.cli.fleet", "fleet_command", "Replay all recordings of a fleet, and show its table as a page."),
     "incidents": ("analysis.cli.incidents", "incidents_command", "Show a report's incidents and why they are."),
     "inject": ("recorder.cli.inject", "inject_command", "Record an engine and damage it once, on purpose."),
     "inspect": ("recorder.cli.inspect", "inspect_command", "Show what a trace holds, and what it lost."),

@@ -13,6 +13,7 @@ import click
 from ...recorder.cli.program import CommandError, GivenPath, console_for
 from ...replayer.cli.replay import check_names, device_names
 from . import errors_end, say, say_error
+from .fleet_page import fleet_page_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +33,7 @@ Examples:
   kvcanary fleet replay s3://bucket/traces -o s3://bucket/fleet --address auto
       on the Ray cluster that this machine is part of; pip install 'kvcanary[ray]' on each
   kvcanary sql s3://bucket/fleet/table "from kinds_by_version"
+  kvcanary fleet page s3://bucket/fleet/table -o fleet.html
 
 Run it again: only what is new or has grown is replayed, and what failed.
 
@@ -48,6 +50,9 @@ docs/guide/fleet.md describes what it writes.
 @click.group("fleet", epilog=_EPILOG)
 def fleet_command() -> None:
     """Work on the recordings of many servers, here or in an object store."""
+
+
+fleet_command.add_command(fleet_page_command)
 
 
 @fleet_command.command(

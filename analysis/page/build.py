@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -95,23 +95,25 @@ def _digest(text: str) -> str:
 _ASSETS: Final = files(__package__) / "assets"
 # In this order: each uses what stands before it.
 SCRIPTS: Final = (
-    *("dom.js", "state.js", "sql.js", "rows.js", "plots.js", "head.js", "subjects.js", "timeline.js", "slot_map.js"),
-    *("chain.js", "requests.js", "main.js"),
+    *("dom.js", "state.js", "sql.js", "rows.js", "plots.js", "head.js", "theme.js", "subjects.js", "timeline.js"),
+    *("slot_map.js", "chain.js", "requests.js", "main.js"),
 )
 _SLOT: Final = re.compile(r"\{\{(\w+)\}\}")
 
 
-def page_document(content: Mapping[str, Any], library: str) -> str:
+def page_document(
+    content: Mapping[str, Any], library: str, *, scripts: Sequence[str] = SCRIPTS, html: str = "page.html"
+) -> str:
     """Return the whole page; `content` is data only, and cannot become markup or script."""
     style = _asset("page.css")
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+    script = "\n".join(_asset(name) for name in scripts)
     library = _inside_script(f"/*!\n{_asset('licences.txt')}*/\n{library}")
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}"
     )
     parts = {"policy": policy, "style": style, "data": json_for_html(content), "library": library, "script": script}
-    return _SLOT.sub(lambda found: parts[found[1]], _asset("page.html"))
+    return _SLOT.sub(lambda found: parts[found[1]], _asset(html))
 
 
 def json_for_html(value: object) -> str:

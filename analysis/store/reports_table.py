@@ -58,9 +58,25 @@ SCHEMA: Final = pa.schema(
         "doubts": pa.list_(_TEXT),
         "incidents": pa.list_(pa.struct(_INCIDENT)),
         "coverage": pa.list_(pa.struct(_WATCHED)),
+        **dict.fromkeys(("fleet", "server", "sampled_for"), _TEXT),
+        **dict.fromkeys(("sampled_servers", "sampled_windows"), pa.float64()),
     }
 )
 _PARTITIONING: Final = ds.partitioning(pa.schema(dict.fromkeys(_PARTITIONS, _TEXT)), flavor="hive")
+
+# What a sample shows is an estimate of the whole: with the 95 % interval of Wilson's, without recordings that began for an incident.
+_SAMPLE: Final = "from reports where sampled_for is distinct from 'incident'"
+
+
+def _estimate(hit: str, of: str) -> str:
+    z = 1.959963984540054
+    middle, spread = f"{hit} + {z * z / 2}", f"{z} * sqrt({hit} * ({of} - {hit}) / {of} + {z * z / 4})"
+    bounds = (f"({middle} {sign} {spread}) / ({of} + {z * z})" for sign in "-+")
+    low, high = (
+        f"if({of} between greatest({hit}, 1) and 1e18, least(1, greatest(0, {bound})), null)" for bound in bounds
+    )
+    return f"{hit} / nullif({of}, 0) as share, {low} as low, {high} as high"
+
 
 # name: (what it answers, the query)
 QUESTIONS: Final = {
@@ -93,10 +109,39 @@ QUESTIONS: Final = {
         ),
     ),
     "requests_hit": (
-        "the share of requests that damage reached",
+        "the share of requests that damage reached, with its interval if no two have to do with one another",
         (
-            "select day, engine, version, model, sum(requests)::bigint as requests, sum(num_requests_hit)::bigint as hit, "
-            "sum(num_requests_hit) / nullif(sum(requests), 0) as share from reports group by all order by day, engine, version, model"
+            f"select *, {_estimate('hit', 'requests')} from (select day, engine, version, model, sum(requests)::bigint as requests, "
+            f"sum(num_requests_hit)::bigint as hit {_SAMPLE} group by all) order by day, engine, version, model"
+        ),
+    ),
+    "recordings_hit": (
+        "the share of judged recordings that are corrupt, with its interval: of windows, if the fleet samples",
+        (
+            f"select *, {_estimate('hit', 'recordings')} from (select day, engine, version, model, count(*) filter (verdict <> "
+            f"'inconclusive') as recordings, count(*) filter (verdict = 'corrupt') as hit {_SAMPLE} group by all) "
+            "order by day, engine, version, model"
+        ),
+    ),
+    "kinds_by_day": (
+        "how many incidents of each kind a day had",
+        "select day, kind, count(*) as incidents, count(distinct report_id) as reports from incidents group by all order by all",
+    ),
+    "nodes_by_version": (
+        "the share of each node's recordings that are corrupt, by version, with its interval",
+        (
+            f"select *, {_estimate('corrupt', 'reports')} from (select node, engine, version, count(*) as reports, "
+            "count(*) filter (verdict = 'corrupt') as corrupt from reports group by all) order by all"
+        ),
+    ),
+    "recorded": (
+        "what share of a fleet's time was to be recorded, as its recordings say, and what became of it",
+        (
+            "select day, fleet, avg(sampled_servers * sampled_windows) as share_to_record, count(distinct coalesce(server, node)) as "
+            "servers, count(*) as recordings, sum(epoch(ended - began)) as seconds, sum(tokens)::bigint as tokens, "
+            "coalesce(sum(tokens) filter (verdict <> 'inconclusive'), 0) / nullif(sum(tokens), 0) as judged, "
+            "coalesce(sum(tokens) filter (verdict = 'inconclusive'), 0) / nullif(sum(tokens), 0) as inconclusive, "
+            "count(*) filter (sampled_for = 'incident') as for_incidents from reports group by all order by day, fleet"
         ),
     ),
     "judged": (
@@ -134,10 +179,12 @@ def reports_below(path: Path) -> list[Path]:
 def add_report(report: Path, table: Path, *, node: str = "", place: str | None = "") -> str:
     """Add a report to a table, in place of what it had of the same recording; return the file's name below the table.
 
-    `node` is by default the name of the folder that the trace lay in, `place` where the report is, None if it is kept nowhere. Raises `AnalysisError` and `OSError`.
+    `node` is by default the server's name if the recording says it, else that of the folder that the trace lay in; `place` is where
+    the report is, None if it is kept nowhere. Raises `AnalysisError` and `OSError`.
     """
     summary = read_summary(report)
-    row = _row(summary, node or as_path(summary["trace"]).absolute().parent.name)
+    server = (summary.get("sampling") or {}).get("server")
+    row = _row(summary, node or server or as_path(summary["trace"]).absolute().parent.name)
     row["report"] = str(report.absolute()) if place == "" else place
     began, engine = row["began"], summary.get("engine") or {}
     day = began.strftime("%Y-%m-%d") if began is not None else _UNKNOWN
@@ -175,6 +222,7 @@ def _row(summary: dict[str, Any], node: str) -> dict[str, Any]:
     segments = [number for number in summary.get("segments") or () if isinstance(number, int)]
     part = f"-{segments[0]}" if segments else ""  # a recording that has grown takes the place of its shorter self
     incidents = [one for one in summary.get("incidents") or () if isinstance(one, dict)]
+    sampling = summary.get("sampling") or {}
     return {
         **{name: summary.get(name) for name in (*_COUNTED, "trace", "verdict", "complete", "doubts")},
         **{name: (summary.get("ranks") or {}).get(name) for name in _RANKS},
@@ -187,6 +235,10 @@ def _row(summary: dict[str, Any], node: str) -> dict[str, Any]:
             {name: one.get(name) for name in _INCIDENT} | {"seen": _time(one.get("time_ns"))} for one in incidents
         ],
         "coverage": [{name: one.get(name) for name in _WATCHED} for one in summary.get("coverage") or ()],
+        **{name: sampling.get(name) for name in ("fleet", "server")},
+        "sampled_for": sampling.get("reason"),
+        "sampled_servers": sampling.get("servers"),
+        "sampled_windows": sampling.get("windows"),
     }
 
 
@@ -241,6 +293,16 @@ def _dataset(filesystem: Any, top: str, paths: list[str]) -> Any:
     return factory.finish(pa.unify_schemas([SCHEMA, _PARTITIONING.schema]))
 
 
+def _fits(given: pa.DataType, known: pa.DataType) -> bool:
+    """Whether a column can be read as this version knows it: fields of its rows may be missing, or be more."""
+    if pa.types.is_list(given) and pa.types.is_list(known):
+        return _fits(given.value_type, known.value_type)
+    if pa.types.is_struct(given) and pa.types.is_struct(known):
+        there = {field.name: field.type for field in given}
+        return all(_fits(there[field.name], field.type) for field in known if field.name in there)
+    return bool(given == known)
+
+
 def _damaged(rows: Any) -> Iterator[tuple[str, str]]:
     """Yield the files whose metadata cannot be read, or that have a column of another type, and why."""
 
@@ -248,7 +310,7 @@ def _damaged(rows: Any) -> Iterator[tuple[str, str]]:
         try:
             for column in fragment.physical_schema:
                 at = SCHEMA.get_field_index(column.name)
-                if at >= 0 and column.type != SCHEMA.field(at).type:
+                if at >= 0 and not _fits(column.type, SCHEMA.field(at).type):
                     return f"its column {column.name} is {column.type}, expected {SCHEMA.field(at).type}"
         except (OSError, pa.ArrowException) as error:
             return first_line(error)

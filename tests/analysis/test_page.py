@@ -237,9 +237,10 @@ def test_our_scripts_set_text_only():
 
 
 def test_every_script_is_in_the_page():
-    from kvcanary.analysis.page.build import SCRIPTS
+    from kvcanary.analysis.page import build, fleet
 
-    assert {asset.name for asset in ASSETS.iterdir() if asset.name.endswith(".js")} == set(SCRIPTS)
+    scripts = {*build.SCRIPTS, *fleet.SCRIPTS}
+    assert {asset.name for asset in ASSETS.iterdir() if asset.name.endswith(".js")} == scripts
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

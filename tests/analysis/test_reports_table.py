@@ -135,3 +135,45 @@ def test_what_does_not_go_with_a_table_is_refused(table: Path, tmp_path: Path) -
     script.write_text("from judged")
     done = run("sql", table, "-f", script, "-o", script)
     assert (done.returncode, script.read_text()) == (2, "from judged")
+
+
+def test_older_incidents_of_fewer_columns_are_read_as_well(table: Path) -> None:
+    one = sorted(table.rglob("*.parquet"))[1]
+    rows = pq.read_table(one, partitioning=None)
+    older = [{"kind": row["kind"], "of_tomorrow": 1} for row in rows["incidents"][0].as_py()]
+    at = rows.column_names.index("incidents")
+    pq.write_table(rows.set_column(at, "incidents", pa.array([older])), one)
+    assert ask(table, "select count(*), count(title) from incidents") == [[4, 2]]
+    pq.write_table(rows.set_column(at, "incidents", pa.array([[{"kind": 1}]])), one)
+    assert ask(table, "select count(*) from incidents") == [[2]]
+
+
+def test_a_sample_says_its_interval_and_leaves_out_what_was_recorded_for_an_incident(
+    table: Path, tmp_path: Path
+) -> None:
+    sampling = {"fleet": "eu", "server": "gpu-1", "servers": 0.1, "windows": 0.5, "reason": "window"}
+    for number in range(10):
+        kinds = ("stale",) if number < 2 else ()
+        reason = {"reason": "incident"} if number == 0 else {}
+        write_report(tmp_path / "more", f"s{number}", day=3, kinds=kinds, sampling=sampling | reason)
+    assert run("collect", tmp_path / "more", table).returncode == 0
+    [[recordings, hit, share, low, high]] = ask(
+        table, "select recordings, hit, share, low, high from recordings_hit order by day desc limit 1"
+    )
+    assert (recordings, hit, round(share, 4), round(low, 4), round(high, 4)) == (9, 1, 0.1111, 0.0199, 0.4350)  # Wilson
+    [[requests, low, high]] = ask(table, "select requests, low, high from requests_hit order by day desc limit 1")
+    assert (requests, round(low, 4), round(high, 4)) == (90, 0.0020, 0.0603)
+    columns = "fleet, round(share_to_record, 6), servers, recordings, judged, for_incidents"
+    assert ask(table, f"select {columns} from recorded order by day desc limit 1") == [["eu", 0.05, 1, 10, 1.0, 1]]
+    assert ask(table, "select node, reports, corrupt from nodes_by_version where node = 'gpu-1'") == [["gpu-1", 10, 2]]
+
+
+def test_the_page_of_a_fleet_links_to_the_pages_that_are_there(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "reports" / "b1.report" / "report.html").write_text("its own")
+    done = run("fleet", "page", table, "-o", tmp_path / "fleet.html", "--json")
+    assert (done.returncode, json.loads(done.stdout)["left_out"]) == (0, []), done.stderr
+    text = (tmp_path / "fleet.html").read_text()
+    data = json.loads(text.partition('id="report-data">')[2].partition("</script>")[0])
+    assert data["links"] == ["./reports/b1.report/report.html", None]
+    assert data["numbers"]["corrupt"]["v"] == 2
+    assert run("fleet", "page", tmp_path, "-o", tmp_path / "other.html").returncode == 2

@@ -120,21 +120,3 @@ function drawNav() {
       .map(([id, name]) => el("li", {}, el("a", { href: `#${id}` }, name))),
   );
 }
-
-const THEMES = ["auto", "light", "dark"];
-let theme = "auto";
-
-function setTheme(name) {
-  theme = name;
-  if (name === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-  const button = byId("theme");
-  button.textContent = { auto: "◐ Auto", light: "☀ Light", dark: "☾ Dark" }[name];
-  button.setAttribute("aria-label", `Colours: ${name}; change`);
-}
-
-byId("theme").addEventListener("click", () => {
-  setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
-  tell("theme");
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme === "auto" && tell("theme"));

@@ -132,7 +132,12 @@ class VllmAttachment(EngineAttachment):
     def on_add_request(self, scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
         """Get to know a request before it is given blocks."""
         runner = self._runners.get(scheduler)
-        recording = self._start(runner) if runner is not None and "on_add_request" not in self.off else None
+        if runner is None or "on_add_request" in self.off:
+            return
+        if self.sampler is not None and self.recordings.get(runner) is None:
+            self._ran_before.add(runner)  # windows begin with a step, when blocks have been given out
+            return
+        recording = self._start(runner)
         if recording is not None:
             recording.see(request.request_id, int(getattr(request, "num_prompt_tokens", 0) or 0), request)
 
