@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -121,6 +122,8 @@ def replay_command(
     gpu = next((name for name in devices if name != "cpu"), device)
     if devices and (address or device != "cpu"):
         raise click.UsageError("--devices excludes --device and --address")
+    if jobs and address not in (None, "local"):
+        raise click.UsageError("--jobs is of this machine; a cluster has as many workers as cores")
     settings = ReplaySettings(device=gpu, kv_hash=how["kv_hash"], checks=how["checks"])
     fleet = Fleet(out=out.absolute(), settings=settings, node=how["node"], all_reports=how["all_reports"])
     workers: Workers | None = None
@@ -149,32 +152,29 @@ def replay_command(
 
 def _replay(tasks: Sequence[Task], rows: list[Row], fleet: Fleet, workers: Workers, *, quiet: bool) -> int:
     """Replay tasks, with progress on a terminal, and add to `rows`; return how many recordings are left after Ctrl-C."""
-    import rich.progress
-
+    from ...replayer.cli.printer import progress_shown
+    from ...replayer.run.settings import Progress
     from ..fleet.running import results
 
     err = console_for(sys.stderr)
-    undone = sum(len(task.recordings) for task in tasks)
-    text = rich.progress.TextColumn
-    columns = (
-        *(text("fleet replay"), rich.progress.BarColumn(), rich.progress.DownloadColumn()),
-        *(text("{task.fields[done]:,} of {task.fields[of]:,}"), rich.progress.TimeElapsedColumn()),
-        *(text("left"), rich.progress.TimeRemainingColumn(), text("[red]{task.fields[bad]}")),
-    )
-    shown = err.is_terminal and not quiet
-    with rich.progress.Progress(*columns, console=err, transient=True, disable=not shown) as bar:
-        whole = sum(task.num_bytes for task in tasks)
-        shown_task, bad = bar.add_task("", total=whole, done=0, of=undone, bad=""), Counter[int]()
-        of = undone
-        try:
+    undone, done = sum(len(task.recordings) for task in tasks), 0
+    whole = sum(task.num_bytes for task in tasks)
+    counts: Counter[str] = Counter()
+    try:
+        with progress_shown(err, "fleet replay") if err.is_terminal and not quiet else nullcontext() as show:
             for task, found in results(tasks, fleet, workers):
+                if not done and "error" not in found[0] and not fleet.place(task.key).exists():
+                    why = "not seen by all machines; name a folder that they share, or a URL"
+                    say_error(f"{fleet.out}: {why}", kind="note: ")
                 rows += found
                 undone -= len(found)
-                bad.update(row["exit_code"] for row in found if row["exit_code"])
-                said = ", ".join(f"{count:,} {_WORDS[code]}" for code, count in sorted(bad.items()))
-                bar.update(shown_task, advance=task.num_bytes, done=of - undone, bad=said)
-        except KeyboardInterrupt:
-            say_error(f"{undone:,} recordings not replayed; run the same command again", kind="interrupted: ")
+                done += task.num_bytes
+                for row in found:
+                    counts.update({name: row.get(name, 0) for name in ("forwards", "tokens", "violations")})
+                if show is not None:
+                    show(Progress(done, whole, counts["forwards"], counts["tokens"], counts["violations"]))
+    except KeyboardInterrupt:
+        say_error(f"{undone:,} recordings not replayed; run the same command again", kind="interrupted: ")
     return undone
 
 

@@ -67,7 +67,8 @@ def _remote_folders(top: RemotePath) -> list[Path]:
     filesystem, key = located(top)
     selector = pyarrow.fs.FileSelector(key, recursive=True)
     listed = retried(top, lambda: filesystem.get_file_info(selector))
-    inner = {one.path[len(key) :].strip("/").rpartition("/")[0] for one in listed if one.path.endswith(".arrow")}
+    names = [one.path.strip("/")[len(key.strip("/")) :] for one in listed if one.path.endswith(".arrow")]
+    inner = {name.strip("/").rpartition("/")[0] for name in names}
     return [top / one if one else top for one in inner]
 
 
@@ -83,14 +84,14 @@ def make_tasks(paths: Sequence[Path], settings: ReplaySettings, *, workers: int)
     A recording in segments is split where there are fewer tasks than `workers`.
     """
     found, notes = group_recordings(paths)
+    stamps = dict(zip(paths, mapped(_stamp, paths), strict=True))
     recordings: dict[str, Recording] = {}
-    for one in found:
+    for one in sorted(found, key=lambda one: -sum(stamps[path][1] for path in one.paths)):  # of copies the longest
         name = one.header.trace_id if one.header is not None and one.header.trace_id else one.name
         if name in recordings:
             notes.append(f"{one.name}: left out, {recordings[name].name} is the same recording")
         else:
             recordings[name] = one
-    stamps = dict(zip(paths, mapped(_stamp, paths), strict=True))
     tasks: list[Task] = []
     for _, members in groupby(sorted(recordings.values(), key=_folder), key=_folder):
         plan = plan_jobs([Job(recording=one) for one in members])

@@ -14,10 +14,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ...kernels.sparse import free_memory_bytes
-from ...recorder.errors import first_line
+from ...recorder.errors import error_text, first_line
 from ...recorder.process.endings import ignore_endings
 from ...replayer.workers.jobs import usable_cores
 from ...replayer.workers.server import start_server
@@ -32,30 +32,6 @@ _SUBMITTED_TO_RAY: Final = 1000  # more would lie in the driver's memory; so man
 
 class LostError(Exception):
     """Whoever was to do it was lost, as often as it was tried, or cannot do it; `str()` says how."""
-
-
-class Workers(Protocol):
-    """Who does tasks, `size` of them at a time."""
-
-    size: int
-
-    def room(self, memory_bytes: int) -> bool:
-        """Whether one more task that needs so much memory can be given."""
-
-    def submit(self, act: Callable[..., Any], *arguments: Any, memory_bytes: int) -> Any:
-        """Have a function of a module called; return the call, which as an argument of another stands for its result.
-
-        Raises `LostError` if such an argument has none.
-        """
-
-    def done(self) -> Sequence[Any]:
-        """Wait until some calls are done, and return those."""
-
-    def result(self, call: Any) -> Any:
-        """Return what came of a call that is done; raise `LostError`."""
-
-    def close(self) -> None:
-        """End whoever is at work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +62,10 @@ class Processes:
         return bool(self._idle) and (fits or not self._at_work)
 
     def submit(self, act: Callable[..., Any], *arguments: Any, memory_bytes: int) -> _Call:
-        """Have an idle process do it."""
+        """Have a function of a module called; return the call, which as an argument of another stands for its result.
+
+        Raises `LostError` if such an argument has none.
+        """
         given = [self.result(one) if isinstance(one, _Call) else one for one in arguments]
         call = _Call(act, tuple(given), memory_bytes)
         self._give(call)
@@ -115,8 +94,8 @@ class Processes:
                     call.error += "; replay it with --jobs 1, or on a larger machine"
                 except OSError as error:
                     call.error = f"no process can be started for it ({error.strerror or error}); use fewer --jobs"
-                except LostError as error:
-                    call.error = str(error)
+                except Exception as error:  # noqa: BLE001  # what cannot travel between processes, too
+                    call.error = str(error) if isinstance(error, LostError) else error_text(error)
                 found.append(call)
         return found
 
@@ -161,7 +140,7 @@ class _Process:
     def end(self) -> None:
         if self._executor is not None and self._pid is not None:
             with suppress(Exception):  # it has never begun, or is gone
-                os.kill(self._pid.result(timeout=1), signal.SIGKILL)
+                os.kill(self._pid.result(timeout=10), signal.SIGKILL)
             self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor = None
 
@@ -193,6 +172,7 @@ class RayCluster:
         except ImportError as error:
             raise AnalysisError(f"--address needs Ray ({error}): pip install 'kvcanary[ray]'") from None
         self._ray = ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing of a fleet goes to anybody
         here: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False} if address == "local" else {}
         try:
             ray.init(address, log_to_driver=False, logging_level="ERROR", **here)
@@ -214,7 +194,7 @@ class RayCluster:
         return len(self._waiting) < _SUBMITTED_TO_RAY
 
     def submit(self, act: Callable[..., Any], *arguments: Any, memory_bytes: int) -> Any:
-        """Have Ray do it where memory and a core, or a GPU, are free."""
+        """Have a function called where memory and a core, or a GPU, are free; return the call, as `Processes` does."""
         placed = self._perform.options(memory=int(min(memory_bytes, self._largest)))
         self._waiting.append(placed.remote(1, act, *arguments))
         return self._waiting[-1]
@@ -236,3 +216,6 @@ class RayCluster:
     def close(self) -> None:
         """Leave the cluster, which ends what is under way for us."""
         self._ray.shutdown()
+
+
+Workers = Processes | RayCluster

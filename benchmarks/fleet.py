@@ -1,0 +1,219 @@
+"""Measure `kvcanary fleet replay`: what a recording costs beside its replay, and how many workers help.
+
+    python benchmarks/fleet.py overhead [--count 10000] [--jobs 2] [--address local] [--json]
+    python benchmarks/fleet.py scaling --jobs 1,2,4,8,16 [--each 8] [--workload mooncake.jsonl --fraction 0.01] [--address local]
+
+overhead: recordings of some forwards each. A tenth of them and all of them are replayed, so that what starting costs is apart;
+the CPU time of all processes, Ray's too, for each further recording is compared with that of a bare replay of the same recordings
+in one process, without report or table. scaling: so many recordings for each worker, and as many cores as workers: the efficiency
+is the throughput, the start included, against as many times that of the first. Runs differ in nothing else. The exit status is 2
+if verdicts are not what they must be, 1 if the target of 20 ms, or of 85 %, is missed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvcanary.recorder.trace.checksum import text_crc32c
+from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.schema import HEADER_CRC_KEY, HEADER_KEY
+from making_traces import make_trace, tell
+from programs import program
+
+TARGET_OVERHEAD_MS = 20.0
+TARGET_EFFICIENCY = 0.85
+BARE = 300
+NODES = 50
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    """Run the benchmark; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["overhead", "scaling", "bare"])
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--jobs", default="2", help="workers; for scaling several, joined by commas")
+    parser.add_argument("--each", type=int, default=8, help="recordings for each worker")
+    parser.add_argument("--workload", type=Path, help="Mooncake's requests; else some that are random")
+    parser.add_argument("--fraction", type=float, default=0.01)
+    parser.add_argument("--address", default="", help="with Ray")
+    parser.add_argument("--work", type=Path, help="where recordings are made; else a folder that goes again")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.what == "bare":
+        print(json.dumps(bare(options.work)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        work = options.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        found, missed = (overhead if options.what == "overhead" else scaling)(options, work)
+    print(
+        json.dumps(found, indent=2)
+        if options.json
+        else "\n".join(f"{name:34} {value}" for name, value in found.items())
+    )
+    return missed
+
+
+def overhead(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], int]:
+    """Return the figures, and the exit status."""
+    small = simulated(work / "small.arrow", "--requests", "3", "--prompt-tokens", "30", "--output-tokens", "4")
+    runs = []
+    for count in (options.count // 10, options.count):
+        traces = copies(small, count, work / f"copies-{count}")
+        runs.append(fleet(traces, work, int(options.jobs), options.address) | {"count": count})
+        tell(str(runs[-1]))
+    alone = json.loads(subprocess.check_output([sys.executable, __file__, "bare", "--work", str(traces)]))
+    few, many = runs
+    more = many["count"] - few["count"]
+    each = {name: (many[name] - few[name]) / more for name in ("cpu_s", "driver_cpu_s", "driver_bytes", "wall_s")}
+    figure = 1e3 * each["cpu_s"] - alone["cpu_ms"]
+    found = {
+        "recordings": many["count"],
+        "bytes of each": small.stat().st_size,
+        "workers": f"{options.jobs}{f', Ray {options.address}' if options.address else ', processes'}",
+        "bare replay, CPU ms": round(alone["cpu_ms"], 2),
+        "with all, CPU ms": round(1e3 * each["cpu_s"], 2),
+        "overhead, CPU ms": round(figure, 2),
+        "of it in the driver, CPU ms": round(1e3 * each["driver_cpu_s"], 2),
+        "wall ms": round(1e3 * each["wall_s"], 2),
+        "driver, bytes of each": round(each["driver_bytes"]),
+        "driver at all of them, MiB": round(many["driver_bytes"] / 2**20),
+        "CPU s to start": round(few["cpu_s"] - few["count"] * each["cpu_s"], 1),
+    }
+    return found, int(figure > TARGET_OVERHEAD_MS)
+
+
+def scaling(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], int]:
+    """Return the figures, and the exit status."""
+    if options.workload:
+        [source] = make_trace(options.workload, work, options.fraction)
+    else:
+        source = simulated(work / "one.arrow", "--requests", "400")
+    numbers = [int(one) for one in options.jobs.split(",")]
+    found: dict[str, Any] = {"bytes of each": source.stat().st_size, "recordings for each worker": options.each}
+    rates, missed = [], 0
+    for jobs in numbers:
+        traces = copies(source, jobs * options.each, work / "copies")
+        run = fleet(traces, work, jobs, options.address, cores=jobs)
+        rates.append(jobs * options.each / run["wall_s"])
+        efficiency = rates[-1] / (rates[0] * jobs / numbers[0])
+        missed |= efficiency < TARGET_EFFICIENCY
+        found[f"{jobs} workers"] = f"{run['wall_s']:.1f} s, {rates[-1]:.2f} a second, efficiency {efficiency:.0%}"
+        tell(f"{jobs}: {found[f'{jobs} workers']}")
+    return found, int(missed)
+
+
+def simulated(path: Path, *how: str) -> Path:
+    """Record an engine of the simulator."""
+    subprocess.check_output([*program("kvcanary"), "simulate", "-o", str(path), "--force", "--seed", "1", *how])
+    return path
+
+
+def copies(source: Path, count: int, folder: Path) -> Path:
+    """Fill a folder with recordings that are the same but for their ids, in folders of several servers."""
+    shutil.rmtree(folder, ignore_errors=True)
+    data = source.read_bytes()
+    with TraceReader(source) as reader:
+        text, crc = (reader.schema.metadata[key] for key in (HEADER_KEY, HEADER_CRC_KEY))
+        old = reader.header.trace_id.encode()
+    made = number = 0
+    while made < count:
+        number += 1
+        mine = uuid.UUID(int=number).hex.encode()
+        new = b"%d" % text_crc32c(text.replace(old, mine))
+        if len(new) == len(crc):  # so that nothing moves
+            place = folder / f"node{made % NODES:02d}"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{made:06d}.arrow").write_bytes(data.replace(old, mine).replace(crc, new))
+            made += 1
+    return folder
+
+
+def fleet(traces: Path, work: Path, jobs: int, address: str, cores: int = 0) -> dict[str, Any]:
+    """Replay a folder; return seconds, CPU seconds of all processes and of the driver, and the driver's peak memory."""
+    out = work / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [*program("kvcanary"), "fleet", "replay", str(traces), "-o", str(out), "--json", "--jobs", str(jobs)]
+    command += ["--address", address] if address else []
+    allowed = sorted(os.sched_getaffinity(0))
+    if cores > len(allowed):
+        raise SystemExit(f"{cores} workers need as many cores; this machine has {len(allowed)}")
+    begin = time.perf_counter()
+    with (work / "told.json").open("wb") as told:
+        pin = (lambda: os.sched_setaffinity(0, allowed[:cores])) if cores else None
+        process = subprocess.Popen(
+            command, stdout=told, preexec_fn=pin, env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+        )
+    seen: dict[int, float] = {}
+    peak = 0
+    while process.poll() is None:
+        seen |= cpu_below(process.pid)
+        peak = max(peak, memory(process.pid))
+        time.sleep(0.1)
+    wall = time.perf_counter() - begin
+    verdicts = {row["exit_code"] for row in json.loads((work / "told.json").read_text())["recordings"]}
+    if verdicts != {0}:
+        print(f"verdicts are {verdicts}, expected {{0}}", file=sys.stderr)
+        raise SystemExit(2)
+    return {"wall_s": wall, "cpu_s": sum(seen.values()), "driver_cpu_s": seen[process.pid], "driver_bytes": peak}
+
+
+def cpu_below(top: int) -> dict[int, float]:
+    """Return the CPU seconds of a process and of all below it."""
+    parents, used = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+        used[int(stat.parent.name)] = (int(fields[11]) + int(fields[12])) / TICKS
+    inside, before = {top}, 0
+    while len(inside) > before:
+        before = len(inside)
+        inside |= {pid for pid, parent in parents.items() if parent in inside}
+    return {pid: used[pid] for pid in inside if pid in used}
+
+
+def memory(pid: int) -> int:
+    """Return a process's peak memory."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def bare(folder: Path) -> dict[str, float]:
+    """Replay some recordings one after another in this process, and nothing else; return CPU milliseconds of each."""
+    from kvcanary.recorder.trace.recordings import group_recordings
+    from kvcanary.replayer.run.settings import ReplaySettings
+    from kvcanary.replayer.workers.group_replay import GroupTask, replay_group
+    from kvcanary.replayer.workers.jobs import Job
+    from kvcanary.replayer.workers.worker import load
+
+    load(1)
+    recordings = group_recordings(sorted(folder.glob("*/*.arrow"))[:BARE])[0]
+    task = GroupTask(settings=ReplaySettings(), explicit=True, all_there=True)
+    at = []
+    for recording in recordings:
+        at.append(time.process_time())
+        replay_group([Job(recording=recording)], task)
+    times = [1e3 * (after - before) for before, after in pairwise(at)][len(at) // 10 :]
+    return {"cpu_ms": sum(times) / len(times)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
