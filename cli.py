@@ -27,6 +27,7 @@ _COMMANDS: Final = {
     "expand": ("analysis.cli.expand", "expand_command", "Write merged violations as one row a forward."),
     "export": ("analysis.cli.export", "export_command", "Write traces for Perfetto's UI."),
     "fleet": ("analysis.cli.fleet", "fleet_command", "Replay all recordings of a fleet, and show its table as a page."),
+    "hunt": ("analysis.cli.hunt", "hunt_command", "Ask a real engine generated requests until something is wrong."),
     "incidents": ("analysis.cli.incidents", "incidents_command", "Show a report's incidents and why they are."),
     "inject": ("recorder.cli.inject", "inject_command", "Record an engine and damage it once, on purpose."),
     "inspect": ("recorder.cli.inspect", "inspect_command", "Show what a trace holds, and what it lost."),
@@ -114,6 +115,7 @@ From a production trace to a verdict:
   kvcanary diff good.arrow bad.arrow where two runs of one workload part first
   kvcanary bisect traces/*.arrow     which engine version brought it
   kvcanary shrink trace.arrow        the smallest part that shows an incident, for an issue
+  kvcanary hunt -- COMMAND           ask a real engine generated requests until something is wrong
   kvcanary report --issue trace.report   the text of the issue
   kvcanary recover torn.arrow        save what is whole of a torn trace
 """

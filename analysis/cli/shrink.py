@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ...recorder.cli.program import CommandError, GivenPath
+from ...recorder.cli.program import CommandError, GivenPath, console_for
 from ...recorder.errors import TraceError
 from . import errors_end, say
+from .hunt import engine_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ...replayer.run.settings import Progress
+    from ..hunt.run import Plan
     from ..shrink.search import Search
     from ..shrink.shrink import ShrinkResult, Size
 
@@ -35,6 +37,10 @@ Examples:
   kvcanary shrink /traces/run -o small.arrow
       a folder with the segments of one recording
   kvcanary shrink trace.arrow --json | jq '.after'
+  kvcanary shrink hunt/workload.jsonl --run 'vllm serve MODEL --port 8000' -o small.jsonl
+      the fewest and shortest requests that still bring it, by running the engine; a workload file is what kvcanary hunt writes
+  kvcanary shrink hunt/round-0002/workload.jsonl --script --run 'python engine.py' --repeat 3
+      a fault that shows now and then: a workload is given up only if it does not in three runs
 
 \b
 Exit codes: 0 written, 125 nothing to shrink (no incident, or none that events alone show again), 2 wrong usage or an
@@ -43,8 +49,8 @@ unreadable trace, 130 interrupted: the smallest trace so far is written. docs/gu
 
 
 @click.command("shrink", epilog=_EPILOG)
-@click.argument("trace", metavar="TRACE|FOLDER", type=GivenPath())
-@click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Default: TRACE's name with .shrunk.arrow.")
+@click.argument("trace", metavar="TRACE|FOLDER|WORKLOAD", type=GivenPath())
+@click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Default: its name with .shrunk before its end.")
 @click.option("--incident", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Which one.")
 @click.option(
     "--seconds",
@@ -53,9 +59,28 @@ unreadable trace, 130 interrupted: the smallest trace so far is written. docs/gu
     show_default=True,
     help="How long to look for a smaller one.",
 )
+@click.option(
+    "--run", "run", metavar="COMMAND", help="Shrink a workload instead, by running this engine again and again."
+)
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="With --run: runs of a workload at most."
+)
+@engine_options
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print sizes, incident and replays as JSON.")
-def shrink_command(trace: Path, output: Path | None, incident: int, seconds: float, force: bool, as_json: bool) -> None:
+def shrink_command(
+    trace: Path,
+    output: Path | None,
+    incident: int,
+    seconds: float,
+    run: str | None,
+    repeat: int,
+    patience: float,
+    url: str,
+    script: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write the smallest part of TRACE that still shows an incident: fit to be attached to a public issue.
 
     Requests, forwards and other events are left out by trial, and each trial is replayed. What is left is an ordinary trace
@@ -64,13 +89,18 @@ def shrink_command(trace: Path, output: Path | None, incident: int, seconds: flo
     """
     from ...recorder.trace.files import shrunk_path
     from ...recorder.trace.recordings import one_recording
+    from ..hunt.run import Plan
     from ..shrink.shrink import NothingToShrinkError, shrink
 
-    target = output or shrunk_path(trace)
+    target = output or (shrunk_path(trace) if run is None else trace.with_suffix(".shrunk.jsonl"))
     if target.exists() and not force:
         raise CommandError(f"{target}: exists; pass --force to replace it, or name another with -o")
     if not target.parent.is_dir():
         raise CommandError(f"{target}: its folder does not exist; create it first")
+    if run is not None:
+        plan = Plan(command=shlex.split(run), script=script, url=url, patience_s=patience)
+        _shrink_by_running(trace, target, plan, incident, seconds, repeat, as_json)
+        return
     with errors_end(TraceError), _progress(as_json) as told:
         paths = one_recording(trace)
         if any(path.exists() and target.exists() and path.samefile(target) for path in paths):
@@ -87,6 +117,53 @@ def shrink_command(trace: Path, output: Path | None, incident: int, seconds: flo
         _show(result)
     if result.stopped == "interrupted":
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _shrink_by_running(
+    workload: Path, target: Path, plan: Plan, incident: int, seconds: float, repeat: int, as_json: bool
+) -> None:
+    from ...kernels.dispatch import prepare
+    from ...kernels.replay_pass.state import STATE_LOOPS
+    from ..hunt.reducing import Reduction
+    from ..hunt.workload import read_workload, shape, write_workload
+    from ..shrink.shrink import NothingToShrinkError
+
+    prepare(*STATE_LOOPS, backend="cpu")
+    folder, console = target.with_suffix(".runs"), console_for(sys.stderr)
+    with errors_end(TraceError), console.status("") as status:
+
+        def told(so_far: Reduction) -> None:
+            status.update(f"run {so_far.runs}; the smallest so far: {_asked(shape(so_far.steps))}")
+
+        whole = read_workload(workload)
+        reduction = Reduction(plan=plan, steps=whole, folder=folder, repeat=repeat, told=told)
+        try:
+            reduction.reduce(incident, seconds)
+        except NothingToShrinkError as error:
+            raise CommandError(str(error), EXIT_NOTHING) from None
+        write_workload(target, reduction.steps)
+    row, sizes = reduction.wanted, [shape(whole), shape(reduction.steps)]
+    trace = next(iter(sorted((reduction.kept or folder).glob("traces/*.arrow"))), folder)
+    often = f"{reduction.shown[0]} of {reduction.shown[1]}" if reduction.shown[1] else ""
+    if as_json:
+        facts = {"incident": row, "before": sizes[0], "after": sizes[1], "runs": reduction.runs, "shown_in": often}
+        click.echo(
+            json.dumps({"workload": str(target), "trace": str(trace), **facts, "stopped": reduction.stopped}, indent=2)
+        )
+    else:
+        say(f"incident  {row['title']}   {row['kind']}, confidence {row['confidence']}")
+        say(f"before    {_asked(sizes[0])}   {workload}")
+        say(f"after     {_asked(sizes[1])}   {target}")
+        why = f"; {reduction.stopped}, so there may be a smaller one" if reduction.stopped else ""
+        say(f"took      {reduction.runs:,} runs of the engine{f', the last shows it in {often}' if often else ''}{why}")
+        say(f"trace     {trace}   of the smallest, whose replay has an incident of the same kind")
+        say(f"next      kvcanary shrink {shlex.quote(str(trace))} -o small.arrow")
+    if reduction.stopped == "interrupted":
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _asked(size: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in size.items())
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ...recorder.trace.event import TraceEvent
 from .cutting import Cutter
@@ -18,6 +18,7 @@ _WITHOUT: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "states": (("recurrent_",), {"states": ()}),
 }
 
+Some = TypeVar("Some")
 Unit = tuple[int, int]  # an event's number in the whole trace, and a member of it
 
 
@@ -63,25 +64,14 @@ class Search:
         return list(units_of(self.best))
 
     def _minimize(self, what: str, together: Callable[[Unit], Any]) -> None:
-        """Leave out halves, quarters and so on of what is left, as delta debugging does; single ones until none can go.
+        """Leave out as many units as can go, as `leave_out` does.
 
         Units that are the same to `together` go, or stay, together.
         """
         found: dict[Any, list[Unit]] = {}
         for unit in self.units():
             found.setdefault(together(unit), []).append(unit)
-        groups = list(found.values())
-        size = max(1, len(groups) // 2)
-        while groups:
-            at, before = 0, len(groups)
-            while at < len(groups):
-                if self._offer(what, self._without_units(groups[at : at + size])):
-                    del groups[at : at + size]
-                else:
-                    at += size
-            if size == 1 and len(groups) == before:
-                return
-            size = max(1, size // 2)
+        leave_out(list(found.values()), lambda groups: self._offer(what, self._without_units(groups)))
 
     def _without_units(self, groups: Sequence[Sequence[Unit]]) -> Part:
         dropped = {unit for group in groups for unit in group}
@@ -101,6 +91,24 @@ class Search:
             self.best, self.shown = part, shown
         self.told(what, self)
         return shown is not None
+
+
+def leave_out(groups: list[Some], drop: Callable[[Sequence[Some]], bool]) -> None:
+    """Leave out halves, quarters and so on of what is left, as delta debugging does; single ones until none can go.
+
+    `drop` tries it without some, and says whether they are gone, as `groups` then has it too.
+    """
+    size = max(1, len(groups) // 2)
+    while groups:
+        at, before = 0, len(groups)
+        while at < len(groups):
+            if drop(groups[at : at + size]):
+                del groups[at : at + size]
+            else:
+                at += size
+        if size == 1 and len(groups) == before:
+            return
+        size = max(1, size // 2)
 
 
 def units_of(part: Part) -> Iterator[Unit]:

@@ -67,12 +67,18 @@ def _alive(group: int) -> bool:
         return False
     except PermissionError:
         return True
+    return bool(group_members(group))
+
+
+def group_members(group: int) -> list[int]:
+    """Return the processes of a group that have not ended, by number."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, its_group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
-                return True
-    return False
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ TRACE: Final = FOLDER.variable
 CONFIG: Final = PREFIX + "CONFIG"
 RUN_ID: Final = PREFIX + "RUN_ID"  # one for all processes of a server, so that the ranks of two servers stay apart
 BISECT: Final = PREFIX + "BISECT_"  # what `kvcanary bisect run` sets for the command that it runs
+WORKLOAD: Final = PREFIX + "WORKLOAD"  # what `kvcanary hunt` sets for a script: the requests that it is to run
 VARIABLES: Final = (TRACE, CONFIG, *(setting.variable for setting in SETTINGS if setting is not FOLDER))
 
 made_by = -1  # the process that made the run id, if that is this one or its parent
@@ -33,7 +34,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RecordingSettin
     if not is_wanted(environ):
         return None
     ours = sorted(name for name in environ if name.startswith(PREFIX) and not name.startswith(BISECT))
-    _check_known(ours, (*VARIABLES, RUN_ID, INJECT), VARIABLES)
+    _check_known(ours, (*VARIABLES, RUN_ID, INJECT, WORKLOAD), VARIABLES)
     config = environ.get(CONFIG, "").strip()
     values = _read_config(Path(config)) if config else {}
     for setting in SETTINGS:

@@ -47,6 +47,7 @@ class ReplayRun:
         following: bool = False,
     ) -> None:
         self.waiting = False
+        self.on_batch: Callable[[TraceBatch], None] = lambda _: None  # is told each batch once it was replayed
         self._started = time.perf_counter()
         self._report = report
         self._busy = self.ended = False
@@ -98,6 +99,8 @@ class ReplayRun:
                 self.waiting = item is None
                 if item is not None:
                     self.events.take(item)
+                    if isinstance(item, TraceBatch):
+                        self.on_batch(item)
                 else:
                     self.events.count_samples()
                 return True

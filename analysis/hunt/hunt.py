@@ -1,0 +1,200 @@
+"""Rounds of generated requests, recorded and judged, until an incident shows or the time is over."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ...replayer.report.summary import combined_exit_code
+from ..shrink.proof import show
+from ..shrink.shrink import NothingToShrinkError, shrink
+from .coverage import PATHS, Coverage
+from .run import WORKLOAD_NAME, Plan, RecordedRun
+from .workload import Limits, Step, make_round
+
+_TRIES: Final = 3  # rounds that aim at a path before it is taken for one that this engine does not have
+_ROUNDS_OF_A_SCRIPT: Final = 4
+_LONGEST: Final = 256
+_EXIT_CODES: Final = {"corrupt": 1, "inconclusive": 125, "clean": 0}
+SHRUNK_TRACE: Final = "small.arrow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuntResult:
+    """What a hunt came to: `exit_code` 1 with an `incident`, 0 for nothing, 125 if nobody can say, and `doubts` say why.
+
+    `workload` and `trace` show the incident; `shrunk_trace` is the smallest part of it, "" if there is none.
+    """
+
+    exit_code: int
+    engine: str
+    seed: int
+    seconds: float
+    rounds: int
+    requests: dict[str, int]
+    forwards: int
+    reached: dict[str, int]
+    incident: dict[str, Any] | None
+    incidents: int
+    workload: str
+    trace: str
+    shrunk_trace: str
+    doubts: list[str]
+
+
+class Hunt:
+    """A hunt into `folder`; `told` is called as it goes on. `workload` is done instead of generated rounds, once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        seed: int,
+        jitter_ms: int = 0,
+        longest: int = 0,
+        vocabulary: int = 500,
+        without: frozenset[str] = frozenset(),
+        workload: Sequence[Step] = (),
+        told: Callable[["Hunt"], None] = lambda _: None,
+    ) -> None:
+        self._plan, self._folder, self._told = plan, folder, told
+        self._workload, self._seed = list(workload), seed
+        self._longest = longest
+        self._limits = Limits(
+            pool=4 * _LONGEST, longest=longest or _LONGEST, vocabulary=vocabulary, jitter_ms=jitter_ms, without=without
+        )
+        self.coverage = Coverage()
+        self.counts: Counter[str] = Counter()
+        self.rounds = self._forwards = 0
+        self.aim = ""
+        self.state = "starting the engine"
+        self._tries: Counter[str] = Counter()
+        self._engines: set[str] = set()
+        self._doubts: dict[str, None] = {}
+        self._verdicts: list[str] = []
+
+    def run(self, seconds: float) -> HuntResult:
+        """Hunt for `seconds`, counted from when the engine is ready; raise `EngineError`, and `TraceError`."""
+        began, until, found = time.monotonic(), None, None
+        folder = self._folder
+        while found is None and (until is None or time.monotonic() < until):
+            if self._plan.script:
+                folder = self._folder / f"round-{self.rounds:04}"
+            with RecordedRun(self._plan, folder, self.coverage) as run:
+                try:
+                    until = self._use(run, seconds, until)
+                except KeyboardInterrupt:
+                    self._doubts["interrupted"] = None
+                    until = 0.0
+                self.state = "ending the engine, and judging the rest"
+                self._told(self)
+                run.end()
+                self._learn(run)
+                self._count(run)
+                if not run.recordings or run.failed:
+                    until = 0.0
+                found = run if run.corrupt else None
+            if self._workload:
+                break
+        return self._result(found, folder, time.monotonic() - began)
+
+    def _use(self, run: RecordedRun, seconds: float, until: float | None) -> float:
+        """Do rounds with one engine; of a script one. Return when to stop."""
+        if not self._plan.script:
+            self._told(self)
+            run.start()
+            assert run.server is not None
+            longest, adapters = run.server.describe()
+            self._limits = replace(self._limits, longest=self._longest or longest or _LONGEST, adapters=adapters)
+        until = until or time.monotonic() + seconds
+        while not (run.damaged or run.failed) and time.monotonic() < until:
+            self.state = "asking"
+            self._told(self)
+            run.drive(self._workload or self._rounds(), until)
+            if self._plan.script or self._workload:
+                break
+            self._learn(run)
+            if not run.headers:
+                break
+        return until
+
+    def _rounds(self) -> list[Step]:
+        """Return the steps of the next round, or of some, of which a script does not start anew for each."""
+        steps: list[Step] = []
+        for _ in range(_ROUNDS_OF_A_SCRIPT if self._plan.script else 1):
+            self.aim = self._next_aim()
+            steps += make_round(self._seed, self.rounds, self.aim, self._limits)
+            self.rounds += 1
+        return steps
+
+    def _learn(self, run: RecordedRun) -> None:
+        """Fit what is asked to the pool that the recording has."""
+        for header in run.headers[:1]:
+            self._engines.add(f"{header.engine.name} {header.engine.version}")
+            group = header.groups[0]
+            longest = min(self._limits.longest, max(8, group.num_slots * 3 // 4))
+            self._limits = replace(self._limits, pool=group.num_slots, page=group.page_size, longest=longest)
+
+    def _next_aim(self) -> str:
+        """Return the path that was aimed at least of those not reached, then, now and then, the one reached least."""
+        missing = [path for path in PATHS if not self.coverage.reached[path] and self._tries[path] < _TRIES]
+        reached = [path for path in PATHS if self.coverage.reached[path]]
+        aim = ""
+        if missing:
+            aim = min(missing, key=self._tries.__getitem__)
+        elif reached and self.rounds % 3 == 0:
+            aim = min(reached, key=self.coverage.reached.__getitem__)
+        self._tries[aim] += 1
+        return aim
+
+    def _count(self, run: RecordedRun) -> None:
+        self.counts += run.counts
+        self._forwards += run.forwards
+        for _, facts in run.recordings.values():
+            self._verdicts.append(facts["verdict"])
+            self._doubts.update(dict.fromkeys(facts["doubts"]))
+        if run.failed:
+            self._doubts[run.failed] = None
+            self._verdicts.append("inconclusive")
+        if run.refusal:
+            self._doubts[f"refused: {run.refusal}"] = None
+        if self._forwards and not self.coverage.has_history:
+            self._doubts["no history of slots was recorded, without which evictions and aborts are not seen"] = None
+        if not self._forwards:
+            self._doubts.update(dict.fromkeys(run.why_nothing))
+
+    def _result(self, found: RecordedRun | None, folder: Path, seconds: float) -> HuntResult:
+        incident, incidents, trace, small = None, 0, "", ""
+        if found is not None:
+            paths = found.corrupt[0]
+            trace = str(paths[0])
+            self.state = "making the trace smaller"
+            self._told(self)
+            target = self._folder / SHRUNK_TRACE
+            try:
+                incident, small = shrink(paths, target, seconds=60).incident, str(target)
+                incidents = 1
+            except NothingToShrinkError as error:
+                self._doubts[str(error)] = None
+                rows = show(paths).incidents
+                incident, incidents = (rows[0] if rows else None), len(rows)
+        codes = [_EXIT_CODES[verdict] for verdict in self._verdicts] if self._forwards else [125]
+        return HuntResult(
+            exit_code=1 if found is not None else combined_exit_code(codes or [125]),
+            engine=", ".join(sorted(self._engines)),
+            seed=self._seed,
+            seconds=round(seconds, 1),
+            rounds=self.rounds,
+            requests=dict(self.counts),
+            forwards=self._forwards,
+            reached={path: self.coverage.reached[path] for path in PATHS},
+            incident=incident,
+            incidents=incidents,
+            workload=str(folder / WORKLOAD_NAME),
+            trace=trace,
+            shrunk_trace=small,
+            doubts=list(self._doubts),
+        )

@@ -1,0 +1,203 @@
+"""Hunting: the same requests for a seed, judged as they are recorded; what showed it made smaller; no engine needed for it."""
+
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.analysis.hunt.coverage import PATHS, Coverage
+from kvcanary.analysis.hunt.server import Asker, Server
+from kvcanary.analysis.hunt.workload import INGREDIENTS, Limits, Step, make_round, read_workload, write_workload
+from kvcanary.cli import main
+from kvcanary.recorder.trace.reader import TraceReader
+
+from ...support.places import DATA
+
+LIMITS = Limits(pool=400, longest=200, vocabulary=500, page=16, adapters=("tuned",), jitter_ms=20)
+BAD, CLEAN = DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"
+STEPS = [Step(do="ask", at_ms=n, name=f"r{n}", prompt=[3, 4, 5, 6], max_tokens=2) for n in range(4)]
+
+
+def test_a_seed_gives_the_same_requests_and_an_aim_what_leads_there(tmp_path):
+    rounds = [make_round(1, number, aim, LIMITS) for number, aim in enumerate(("", *PATHS))]
+    assert rounds == [make_round(1, number, aim, LIMITS) for number, aim in enumerate(("", *PATHS))]
+    assert rounds[0] != make_round(2, 0, "", LIMITS)
+    write_workload(tmp_path / "w.jsonl", rounds[0])
+    assert read_workload(tmp_path / "w.jsonl") == rounds[0]
+    ends = {"": 0}
+    for step in (step for steps in rounds for step in steps if step.do == "ask"):
+        ends[step.name] = ends[step.continues] + len(step.prompt) + step.max_tokens  # continues what does not leave
+        assert len(step.prompt) > 0 and step.max_tokens > 0 and ends[step.name] <= LIMITS.longest
+        assert step.abort_after < 0 or ends.pop(step.name)
+    reached = [Counter() for _ in PATHS]
+    for path, found in zip(PATHS, reached, strict=True):
+        for number in range(5):
+            for step in make_round(3, number, path, LIMITS):
+                found.update(
+                    abort=step.abort_after >= 0,
+                    adapter=bool(step.adapter),
+                    share=bool(step.continues),
+                    pause=step.do == "pause",
+                )
+    assert all(found[path] for path, found in zip(PATHS, reached, strict=True) if path in ("abort", "adapter", "share"))
+    plain = Limits(pool=400, longest=200, vocabulary=500, without=frozenset(INGREDIENTS))
+    assert {step.do for step in make_round(1, 0, "abort", plain)} == {"ask", "wait"}
+
+
+@pytest.mark.parametrize(
+    ("trace", "reached"),
+    [
+        ("vllm-clean-llama-preempt", {"chunk": 5, "share": 6, "mixed": 7, "retract": 4, "evict": 6}),
+        ("vllm-clean-llama-eagle", {"draft": 54}),
+        ("transformers-clean-offload", {"offload": 3, "load_back": 3, "retract": 2, "evict": 3}),
+        ("sglang-clean-llama-retract", {"retract": 4}),
+    ],
+)
+def test_which_paths_a_recording_reached(trace, reached):
+    coverage = Coverage()
+    with TraceReader(DATA / "corpus" / f"{trace}.arrow") as reader:
+        for batch in reader.stream():
+            coverage.take(trace, batch)
+    found = {path: coverage.reached[path] for path in reached}
+    assert found == reached
+    assert coverage.has_history and ("eagle" not in trace or coverage.reached["draft_reject"] > 10)
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Answers as vLLM does: with as many tokens as are asked for, one every few milliseconds if they are streamed."""
+
+    asked: list[tuple[str, dict]] = []  # noqa: RUF012
+
+    def do_GET(self):
+        models = [
+            {"id": "m", "owned_by": "vllm", "max_model_len": 99},
+            {"id": "tuned", "owned_by": "vllm", "parent": "m"},
+        ]
+        self.answer(json.dumps({"data": models}).encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, body))
+        if len(body.get("prompt", ())) > 50:
+            self.answer(b"too long", 400)
+            return
+        if not body.get("stream"):
+            self.answer(json.dumps({"choices": [{"token_ids": [7] * body.get("max_tokens", 0)}]}).encode())
+            return
+        self.send_response(200)
+        self.end_headers()
+        for sent in range(body["max_tokens"]):
+            time.sleep(0.003)
+            try:
+                self.wfile.write(b"data: {}\n\n")
+            except OSError:
+                self.asked.append(("left after", {"sent": sent}))
+                return
+
+    def answer(self, body, code=200):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
+    Engine.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        server = Server(f"http://127.0.0.1:{httpd.server_port}", 5.0)
+        assert server.is_ready() and server.describe() == (99, ["tuned"])
+        paused = []
+        steps = [
+            Step(do="ask", name="a", prompt=[3, 4], max_tokens=3),
+            Step(do="ask", name="b", prompt=[5], continues="a", max_tokens=2, adapter="tuned"),
+            Step(do="ask", name="c", prompt=[6], max_tokens=300, abort_after=4),
+            Step(do="pause", at_ms=1, process=2, for_ms=30),
+            Step(do="flush"),
+            Step(do="ask", name="d", prompt=[7] * 60, max_tokens=2),
+        ]
+        asker = Asker(server, steps, lambda *given: paused.append(given))
+        while not asker.done:
+            time.sleep(0.01)
+        httpd.shutdown()
+    assert asker.counts == {"answered": 2, "left": 1, "flushed": 1, "refused": 1} and "too long" in asker.refusal
+    assert paused == [(2, 0.03)]
+    bodies = {tuple(body["prompt"]): body for _, body in Engine.asked if "prompt" in body}
+    assert (
+        bodies[3, 4, 7, 7, 7, 5]["model"] == "tuned" and bodies[3, 4]["model"] == "m"
+    )  # behind prompt and answer of a
+    assert [path for path, _ in Engine.asked if path == "/reset_prefix_cache"]
+
+
+def run(*words):
+    return CliRunner().invoke(main, list(map(str, words)))
+
+
+def script(tmp_path, text):
+    """Write an engine that records nothing itself: a shell script that puts a trace where a recorder would."""
+    path = tmp_path / "engine.sh"
+    path.write_text(f"grep -q ask $KVCANARY_WORKLOAD && {text}\n")
+    return ["sh", path]
+
+
+def test_stops_at_the_first_incident_with_what_shows_it(tmp_path):
+    done = run(
+        "hunt", "--script", "-o", tmp_path / "out", "--json", "--", *script(tmp_path, f"cp {BAD} $KVCANARY_TRACE")
+    )
+    result = json.loads(done.stdout)
+    assert done.exit_code == 1 and result["exit_code"] == 1, done.output
+    assert result["incident"]["kind"] == "kv_changed" and result["rounds"] == 4
+    assert read_workload(tmp_path / "out" / "round-0000" / "workload.jsonl")
+    assert (tmp_path / "out" / "small.arrow").exists() and result["shrunk_trace"].endswith("small.arrow")
+    again = run("hunt", "--script", "-o", tmp_path / "out", "--", "true")
+    assert again.exit_code == 2 and "is not empty" in again.output
+
+
+def test_nothing_found_and_nothing_recorded_are_not_the_same(tmp_path):
+    engine = script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE/$$.arrow")
+    write_workload(tmp_path / "w.jsonl", STEPS)
+    once = ("--workload", tmp_path / "w.jsonl", "--script")
+    clean = run("hunt", *once, "-o", tmp_path / "a", "--", *engine)
+    assert clean.exit_code == 0 and "nothing found" in clean.output, clean.output
+    silent = run("hunt", *once, "-o", tmp_path / "b", "--", "true")
+    assert silent.exit_code == 125 and "true is no Python program" in silent.output
+    failed = run("hunt", *once, "-o", tmp_path / "c", "--", *script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; exit 3"))
+    assert failed.exit_code == 125 and "ended with 3" in failed.output
+    absent = run("hunt", *once, "-o", tmp_path / "d", "--", "no-such-engine")
+    assert absent.exit_code == 2 and "cannot be started" in absent.output
+    still = run(
+        "hunt",
+        *once,
+        "--patience",
+        1,
+        "-o",
+        tmp_path / "e",
+        "--",
+        *script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; exec sleep 60"),
+    )
+    assert still.exit_code == 125 and "stood still" in still.output
+
+
+def test_shrinks_a_workload_by_running_it(tmp_path):
+    write_workload(tmp_path / "w.jsonl", [*STEPS, Step(do="wait")])
+    # damage needs r1 and r3, of which one has a prompt of two tokens at least
+    engine = script(
+        tmp_path,
+        f'grep -q r1 $KVCANARY_WORKLOAD && grep r3 $KVCANARY_WORKLOAD | grep -q "3,4" && cp {BAD} $KVCANARY_TRACE || cp {CLEAN} $KVCANARY_TRACE',
+    )
+    words = ("--script", "--run", " ".join(map(str, engine)), "-o", tmp_path / "small.jsonl", "--json")
+    done = run("shrink", tmp_path / "w.jsonl", *words)
+    assert done.exit_code == 0, done.output
+    result, small = json.loads(done.stdout), read_workload(tmp_path / "small.jsonl")
+    assert [(step.name, len(step.prompt), step.max_tokens) for step in small] == [("r1", 1, 1), ("r3", 2, 1)]
+    assert result["after"] == {"requests": 2, "prompt_tokens": 3, "max_tokens": 2, "other_steps": 0}
+    assert result["incident"]["kind"] == "kv_changed" and result["trace"].endswith("kv_flip.arrow")
+    write_workload(tmp_path / "w.jsonl", STEPS[:1])
+    nothing = run("shrink", tmp_path / "w.jsonl", *words, "--force")
+    assert nothing.exit_code == 125 and "no incident" in nothing.output

@@ -1,0 +1,47 @@
+"""An engine with a bug of the corpus in it, as a command for `kvcanary hunt`, or for `kvcanary shrink --run`.
+
+kvcanary hunt --script -- .venv/bin/python tests/corpus/hunted.py transformers short_hash
+kvcanary hunt -- .venv-sglang/bin/python tests/corpus/hunted.py sglang given_back_twice --model-path ... --port 30000
+"""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def patched(engine: str, name: str) -> None:
+    """Put a bug into the engine of this process, which leaves no mark."""
+    from bugs import BUGS
+
+    for module in sorted(HERE.glob(f"{engine}*_bugs.py")):
+        import_module(module.stem)
+    BUGS[f"{engine}-{name}"].patch(lambda: None)
+
+
+def transformers(name: str) -> None:
+    """Run the example's script."""
+    sys.path.insert(0, str(HERE.parents[1] / "examples"))
+    patched("transformers", name)
+    import_module("hunt_transformers").main()
+
+
+def sglang(name: str) -> None:
+    """Start a server, whose processes are forked from this one."""
+    sys.path.insert(0, str(HERE.parent / "conformance" / "sglang"))
+    import_module("engine").import_engine()
+    from sglang.launch_server import run_server
+    from sglang.srt.managers.scheduler_components import invariant_checker
+    from sglang.srt.server_args import prepare_server_args
+
+    invariant_checker.raise_error_or_warn = lambda *args, **kwargs: None  # as in production, where nobody looks
+    patched("sglang", name)
+    run_server(prepare_server_args(sys.argv[3:]))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    {"transformers": transformers, "sglang": sglang}[sys.argv[1]](sys.argv[2])
