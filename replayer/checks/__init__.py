@@ -6,7 +6,7 @@ known of it elsewhere: a module that is added here needs no other line.
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...recorder.state.requests import RequestTable
@@ -38,14 +38,22 @@ FINDING_KINDS: Final = {**{kind: check.finds for kind, check in CHECKS.items()},
 
 
 def make_checks(
-    names: Iterable[str], *, header: TraceHeader, request_table: RequestTable, backend: str = "cpu", oracle: str = ""
+    names: Iterable[str],
+    *,
+    header: TraceHeader,
+    request_table: RequestTable,
+    backend: str = "cpu",
+    oracle: str = "",
+    model: str = "",
+    beside: Sequence[type[HistoryCheck]] = (),
 ) -> CheckSet | None:
-    """Return the named checks as one that must be given every forward and every other event, in order; None for none."""
+    """Return the named checks, and those `beside`, as one that is given every forward and event, in order; None for none."""
     chosen = set(names)
-    if not chosen:
+    checks = [check for kind, check in CHECKS.items() if kind in chosen and check.concerns(header)]
+    if not chosen and not beside:
         return None
-    history = History(header, request_table, backend=backend, oracle=oracle)
-    return CheckSet(history, [check for kind, check in CHECKS.items() if kind in chosen and check.concerns(header)])
+    history = History(header, request_table, backend=backend, oracle=oracle, model=model)
+    return CheckSet(history, [*checks, *beside])
 
 
 def covered_by(names: Iterable[str], header: TraceHeader) -> dict[str, Covered]:

@@ -120,11 +120,14 @@ class NamedSlots(NamedTuple):
 class History(SlotHistory):
     """Everything that was recorded so far, as the checks need it; `named` are the slots that the judged event names."""
 
-    def __init__(self, header: TraceHeader, request_table: RequestTable, *, backend: str, oracle: str = "") -> None:
+    def __init__(
+        self, header: TraceHeader, request_table: RequestTable, *, backend: str, oracle: str = "", model: str = ""
+    ) -> None:
         super().__init__(header, backend=backend)
         self.header = header
         self.request_table = request_table
         self.oracle = oracle  # the name of one's own, which nobody loads unless the user names it
+        self.model = model  # the path of the checkpoint that ran, which nobody loads unless the user names it
         self.tables: StateTables | None = None  # of who replays
         self.named: list[NamedSlots] = []
         self.serial = 0

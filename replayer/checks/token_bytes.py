@@ -7,32 +7,39 @@ a prompt that comes again has the same bytes also where V follows from more than
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray, Int64Array
-from ...kernels.constants import UNKNOWN_TOKEN
-from ...recorder.capture.host_arrays import ragged_index
 from ...recorder.state.requests import Identity, RequestTable
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.schema import IDENTITY_KINDS
+from ..model.written import (
+    BEFORE,
+    EVENT,
+    FORWARD,
+    NEEDED,
+    POSITION,
+    REQUEST,
+    ROUNDING,
+    ROW,
+    SLOT,
+    TIME,
+    float_values,
+    written_tokens,
+)
 from ..report.findings import Cause, Finding, counted, evidence, of_request
 from .check import Covered, HistoryCheck, register
 from .history import History
 
-# How much of a row's largest value rounding changes: equal tokens in other batches may differ by so much and be right. A float32's
-# product may be one of tf32.
-_ROUNDING: Final = {"float32": 2.0**-8, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 64  # repeats from which anything can be learnt
 _MAX_TOKENS: Final = 1 << 18  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
-_NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc", "request_ids", "extend_lens"})
-# Columns of a place.
-_EVENT, _FORWARD, _TIME, _REQUEST, _ROW, _POSITION, _SLOT, _BEFORE = range(8)
 
 
 @dataclass(slots=True)
@@ -87,10 +94,11 @@ class TokenBytes(HistoryCheck):
                     stream.half == "V"
                     and not stream.samples
                     and stream.layer_of(0) == 0
-                    and stream.dtype in _ROUNDING
-                    and not _NEEDED & set(known.derived)
+                    and stream.dtype in ROUNDING
+                    and not NEEDED & set(known.derived)
                 ):
-                    written = self._written(batch, table, runner, number, header.groups[group].table)
+                    place = runner, number, header.groups[group].table
+                    written = written_tokens(batch, header, *place, partial(self._identity_of, table))
                     if written is not None:
                         self._compare((runner, number), stream.dtype, *written)
 
@@ -99,58 +107,6 @@ class TokenBytes(HistoryCheck):
         for (runner, number), stream in self._streams.items():
             yield from self._judge(runner, number, stream)
         self._streams.clear()
-
-    def _written(
-        self, batch: TraceBatch, table: RequestTable, runner: int, stream: int, block_table: int
-    ) -> tuple[Int64Array, ByteArray, Int64Array] | None:
-        """Return key `[n]`, bytes `[n, width]` and place `[n, 8]` of the tokens of known identity that forwards wrote."""
-        header = self.history.header
-        widths = [one.capture_bytes for _, one in header.streams(runner)]
-        of = np.flatnonzero((np.array(batch.kinds) == "forward") & (batch.scalar_ints("runner") == runner))
-        names = (
-            "input_ids",
-            "req_pool_indices",
-            "positions",
-            "request_ids",
-            "extend_lens",
-            "out_cache_loc",
-            "kv_bytes",
-        )
-        tokens, bs, *others = (np.diff(batch.offsets(name))[of] for name in names)
-        sizes = (tokens, bs, bs, tokens * len(header.tables), tokens * sum(widths))
-        fits = np.all([got == size for got, size in zip(others, sizes, strict=True)], axis=0) & (tokens > 0) & (bs > 0)
-        of, tokens, bs = of[fits], tokens[fits], bs[fits]
-        if not len(of):
-            return None
-        rows, ids, extends = (_parts(batch, name, of) for name in ("req_pool_indices", "request_ids", "extend_lens"))
-        counts = np.where(rows == 0, 0, np.maximum(extends, 0))
-        bounds = np.cumsum(bs)
-        left = tokens - np.add.reduceat(counts, bounds - bs)  # padding stands behind the requests' tokens
-        if bool((counts > tokens.max()).any()) or bool((left < 0).any()):
-            return None  # a forward contradicts itself: a replay says so
-        owner = np.repeat(np.insert(np.arange(len(rows)), bounds, -1), np.insert(counts, bounds, left))
-        forward = np.repeat(np.arange(len(of)), tokens)
-        events = batch.scalar_ints("event")[of]
-        identity = np.append(self._identity_of(table, ids, np.repeat(events, bs)), -1)[owner]
-        token = _parts(batch, "input_ids", of)
-        known = np.flatnonzero((identity >= 0) & (token != UNKNOWN_TOKEN) & (token >= 0) & (token < 1 << 40))
-        within, forward = (np.arange(len(owner)) - np.repeat(np.cumsum(tokens) - tokens, tokens))[known], forward[known]
-        width, first = widths[stream], sum(widths[:stream])
-        at = batch.offsets("kv_bytes")[of][forward] + first * tokens[forward] + within * width
-        data: ByteArray = batch.values("kv_bytes")[at[:, None] + np.arange(width)]
-        slots = batch.offsets("out_cache_loc")[of][forward] + block_table * tokens[forward] + within
-        filled = data.any(axis=1)  # zeros stand for a slot without bytes
-        columns = [
-            events[forward],
-            batch.scalar_ints("forward")[of][forward],
-            batch.scalar_ints("time_ns")[of][forward],
-        ]
-        columns += [ids[owner[known]], rows[owner[known]], _parts(batch, "positions", of)[known]]
-        columns += [
-            batch.values("out_cache_loc")[slots],
-            _before(owner, ids, token, _parts(batch, "positions", of))[known],
-        ]
-        return (identity << 40 | token)[known][filled], data[filled], np.stack(columns, axis=1)[filled]
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
         """Return a number for adapter and weights of each request as of an event, `[n]`, -1 where they are not known."""
@@ -196,28 +152,28 @@ class TokenBytes(HistoryCheck):
         keys = twice[order]
         new = order >= 2 * len(known.keys)
         same = np.append(False, keys[1:] == keys[:-1])
-        tells = np.append(False, (places[1:, [_POSITION, _BEFORE]] != places[:-1, [_POSITION, _BEFORE]]).all(axis=1))
-        tells &= same & new & (places[:, _BEFORE] >= 0) & (np.roll(places[:, _BEFORE], 1) >= 0)
+        tells = np.append(False, (places[1:, [POSITION, BEFORE]] != places[:-1, [POSITION, BEFORE]]).all(axis=1))
+        tells &= same & new & (places[:, BEFORE] >= 0) & (np.roll(places[:, BEFORE], 1) >= 0)
         known.pairs += int(tells.sum())
         other = np.append(False, (rows[1:] != rows[:-1]).any(axis=1))
         differ = np.flatnonzero(same & new & other)
         by = _differ_by(rows[differ], rows[differ - 1], dtype)
         known.by.append(by[tells[differ]])
         alike = same & new
-        alike[differ] = by <= _ROUNDING[dtype]
-        ends, begins = (places[np.flatnonzero(alike) - n, _EVENT] for n in (0, 1))
+        alike[differ] = by <= ROUNDING[dtype]
+        ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
         spans, of = np.stack([begins, ends], axis=1), keys[alike] >> 40
         right = set(zip(of.tolist(), ends.tolist(), strict=True))
         for at, much in zip(differ.tolist(), by.tolist(), strict=True):
-            if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
+            if much <= ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
                 continue
             if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
                 # The one in between was wrong, and was found.
-                spans = np.append(spans, [[places[at - 2, _EVENT], places[at, _EVENT]]], axis=0)
+                spans = np.append(spans, [[places[at - 2, EVENT], places[at, EVENT]]], axis=0)
                 of = np.append(of, keys[at] >> 40)
                 continue
             key, place = int(keys[at]), places[at].tolist()
-            among_right = (key >> 40, place[_EVENT]) in right  # all that a forward wrote comes at once
+            among_right = (key >> 40, place[EVENT]) in right  # all that a forward wrote comes at once
             known.found.append((much, place, places[at - 1].tolist(), key, among_right))
         for identity in np.unique(of).tolist():
             before = known.alike.get(identity, spans[:0])
@@ -233,14 +189,14 @@ class TokenBytes(HistoryCheck):
         """Say whether other tokens show that weights and adapter were not replaced between the two places of what differs."""
         _, place, before, key, among_right = one
         spans = stream.alike.get(key >> 40, np.empty((0, 2), np.int64))
-        spanned = bool(((spans[:, 0] <= before[_EVENT]) & (place[_EVENT] <= spans[:, 1])).any())
+        spanned = bool(((spans[:, 0] <= before[EVENT]) & (place[EVENT] <= spans[:, 1])).any())
         return spanned and (key >> 40 in self._weights_known or among_right)
 
     def _judge(self, runner: int, number: int, stream: _Stream) -> Iterator[Finding]:
         by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
         equal, most = stream.pairs - len(by), int(_MOST * stream.pairs)
         noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
-        limit = max(_ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
+        limit = max(ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
         too_few = stream.pairs < _FEWEST
         if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
             return
@@ -248,48 +204,31 @@ class TokenBytes(HistoryCheck):
         for one in stream.found:
             # Else nothing shows that weights and adapter were those of before.
             if one[0] > limit and self._same_weights(stream, one):
-                together.setdefault((one[1][_EVENT], one[1][_REQUEST]), []).append(one)
+                together.setdefault((one[1][EVENT], one[1][REQUEST]), []).append(one)
         names = self.history.request_table
         for (event, request), members in together.items():
             much, place, before, key, _ = members[0]
             token = key & (1 << 40) - 1
             detail = (
-                f"wrote token {token} with other bytes than request {names.name(before[_REQUEST])} in forward "
-                f"{before[_FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats elsewhere {len(by[by > limit]):,} do"
+                f"wrote token {token} with other bytes than request {names.name(before[REQUEST])} in forward "
+                f"{before[FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats elsewhere {len(by[by > limit]):,} do"
             )
             yield Finding(
                 kind=self.kind,
                 event=event,
-                forward=place[_FORWARD],
-                time_ns=place[_TIME],
+                forward=place[FORWARD],
+                time_ns=place[TIME],
                 runner=runner,
                 group=self.history.header.streams(runner)[number][0],
                 **of_request(names, request),
-                req_pool_idx=place[_ROW],
-                position=place[_POSITION],
-                slot=place[_SLOT],
+                req_pool_idx=place[ROW],
+                position=place[POSITION],
+                slot=place[SLOT],
                 detail=counted(detail, len(members)),
                 count=len(members),
-                evidence=evidence([before[_EVENT]], event),
-                **Cause("", before[_REQUEST], token)._asdict(),
+                evidence=evidence([before[EVENT]], event),
+                **Cause("", before[REQUEST], token)._asdict(),
             )
-
-
-def _parts(batch: TraceBatch, name: str, of: Int64Array) -> Int64Array:
-    """Return a list column's values of some events, one after another."""
-    offsets = batch.offsets(name)
-    found: Int64Array = batch.values(name)[ragged_index(offsets[of], offsets[of + 1] - offsets[of])]
-    return found
-
-
-def _before(owner: Int64Array, ids: Int64Array, tokens: Int64Array, positions: Int64Array) -> Int64Array:
-    """Return the token in front of each, in its request, `[n]`; -1 where it is not the one that was written before it."""
-    request = np.append(ids, -1)[owner]
-    order = np.argsort(request, kind="stable")
-    follows = (np.diff(request[order]) == 0) & (np.diff(positions[order]) == 1)
-    found = np.full(len(tokens), UNKNOWN_TOKEN, np.int64)
-    found[order[1:][follows]] = tokens[order[:-1][follows]]
-    return found
 
 
 def _joined(spans: Int64Array) -> Int64Array:
@@ -302,15 +241,8 @@ def _joined(spans: Int64Array) -> Int64Array:
 
 def _differ_by(one: ByteArray, other: ByteArray, dtype: str) -> npt.NDArray[np.float64]:
     """Return how far rows differ, as a part of their largest value, `[n]`."""
-    a, b = (_values(rows, dtype) for rows in (one, other))
+    a, b = (float_values(rows, dtype) for rows in (one, other))
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
         found = np.abs(a - b).max(axis=1, initial=0) / np.maximum(largest, 1e-30)
     return np.where(np.isnan(found), 1.0, found)
-
-
-def _values(rows: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
-    """Return rows of bytes as numbers."""
-    if dtype == "bfloat16":
-        return (np.ascontiguousarray(rows).view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(rows).view("<f4" if dtype == "float32" else "<f2").astype(np.float32)

@@ -66,6 +66,20 @@ def oracle_name(text: str) -> str:
     return text
 
 
+def model_folder(text: str) -> str:
+    """Return the folder of a checkpoint, if it is one and what loads it is there."""
+    from importlib.util import find_spec
+
+    if not text:
+        return ""
+    if not (Path(text) / "config.json").is_file():
+        raise click.UsageError(f"--model: {text} is no folder with a config.json; name a checkpoint on this machine")
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise click.UsageError(f"--model needs {' and '.join(missing)}: pip install 'kvcanary[model]'")
+    return str(Path(text).absolute())
+
+
 def executor_for(device: str, executor: str) -> str:
     """Return the executor that runs on a device; a GPU steps."""
     source = click.get_current_context().get_parameter_source("executor")
@@ -113,6 +127,8 @@ Examples:
       four at once, each in a process of its own; one recording in segments is shared out among all four
   kvcanary-replay --devices cuda:0,cuda:1 traces/*.arrow
       on two GPUs of this machine
+  kvcanary-replay --model ~/models/Qwen3-8B trace.arrow
+      also compares K and V of the first layer with those that the checkpoint gives
   kvcanary-replay /traces/
       all that a server recorded: segments joined, a verdict for each rank and one over all
 """
@@ -233,6 +249,14 @@ def make_replay_command(
     help="Your own oracle, which sampled: imported and compared with. The hash oracle needs no naming.",
 )
 @click.option(
+    "--model",
+    default="",
+    metavar="FOLDER",
+    callback=lambda _context, _parameter, value: model_folder(value),
+    help="The checkpoint that ran (Hugging Face, safetensors): what the first layer wrote is compared with what it gives. "
+    "Needs kvcanary[model].",
+)
+@click.option(
     "--fail-fast",
     is_flag=True,
     help="Stop after the first forward, or event between forwards, with a violation or finding.",
@@ -270,6 +294,8 @@ def _replay(
     from .printer import ResultPrinter
     from .report_places import report_folders, reports_held
 
+    if how["model"]:
+        jobs = jobs or 1  # each process would load the model
     if report and no_report:
         raise click.UsageError("--report and --no-report exclude one another")
     if devices and how["device"] != "cpu":

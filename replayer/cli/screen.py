@@ -12,7 +12,7 @@ from rich.text import Text
 from ...recorder.errors import printable
 from ..checks import FINDING_KINDS
 from ..report.summary import Summary, Verdict
-from ..run.coverage import not_watched, number_runs
+from ..run.coverage import COMPARED, WRITTEN, not_watched, number_runs
 from .incident_blocks import count_of, duration, grid, show_incidents, some_of
 
 VERDICT_STYLES = {Verdict.CLEAN: "bold green", Verdict.CORRUPT: "bold red", Verdict.INCONCLUSIVE: "bold yellow"}
@@ -128,6 +128,12 @@ def _more_checks(summary: Summary) -> list[str]:
         hint = "" if judged or name == "hash" else f"   name it: --oracle {name}"
         line = f"oracle    {name}: {judged:,} of {sampled:,} sampled tokens compared, and {fed:,} that were fed{hint}"
         lines.append(printable(line))
+    if summary.model_bytes:
+        compared, written = (summary.model_bytes.get(name, 0) for name in (COMPARED, WRITTEN))
+        why = [f"; {reason}" for reason in summary.model_bytes if reason not in (COMPARED, WRITTEN)]
+        lines.append(
+            printable(f"model     {compared:,} of {written:,} K and V of the first layer compared{''.join(why)}")
+        )
     if summary.transfers_sent or summary.transfers_received:
         lines.append(
             f"moved     {count_of(summary.transfers_sent, 'transfer')} sent, {summary.transfers_received:,} received, "

@@ -18,6 +18,7 @@ from ...recorder.state.writes import KvChanges, Launcher
 from ...recorder.trace.reader import EventView
 from ..checks import make_checks
 from ..checks.history import ForwardView, GroupReads
+from ..model.model_bytes import ModelBytes
 from ..report.report import Results
 from ..report.violations import launch_violations
 from ..run.divergence import SwaDivergence
@@ -51,7 +52,13 @@ class StepwiseExecutor(EventApplier[GroupStep]):
         header, backend, names = results.summary.header, settings.backend, results.request_table
         self.results = results
         self.checks = make_checks(
-            settings.checks, header=header, request_table=names, backend=backend, oracle=settings.oracle
+            settings.checks,
+            header=header,
+            request_table=names,
+            backend=backend,
+            oracle=settings.oracle,
+            model=settings.model,
+            beside=[ModelBytes] if settings.model else [],
         )
         self.history = None if self.checks is None else self.checks.history
         state = ReplayState(

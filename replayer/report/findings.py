@@ -20,6 +20,7 @@ OTHER_KINDS = {
     "transfer_source_damaged": "slots no longer held the bytes written when they were sent to the decode side",
     "transfer_source_changed": "slots changed while they were being sent to the decode side",
     "transfer_differs": "what the decode side received is not what the prefill side sent",
+    "model_bytes": "the first layer's K or V of a token is not what the model that was named (--model) gives for it",
     "ranks_disagree": "a tensor-parallel rank ran another forward than the rank it is compared with",
 }
 
@@ -57,6 +58,9 @@ FINDING_CAUSES = {
     "landed_elsewhere": "the load's bytes lie in another slot",
     "nan": "a value that was written is NaN",
     "infinite": "a value that was written is infinite",
+    "holds_other_token": "the slot holds another token's bytes than that which was fed",
+    "holds_other_position": "the slot holds the token's bytes at another position",
+    "no_token": "the slot's bytes are no token's of the model",
     "zeros": "all values of a row that was written are 0",
 }
 

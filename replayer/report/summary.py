@@ -12,7 +12,17 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import TraceHeader
-from ..run.coverage import Watched, count_forwards, coverage, no_figures, no_samples, not_watched
+from ..run.coverage import (
+    COMPARED,
+    WRITTEN,
+    Watched,
+    count_forwards,
+    coverage,
+    model_coverage,
+    no_figures,
+    no_samples,
+    not_watched,
+)
 from ..run.derived import Derived
 
 MAX_LISTED: Final = 100
@@ -104,6 +114,9 @@ class Summary:
     marks: list[dict[str, Any]] = field(default_factory=list)
     num_marks: int = 0
     oracle: dict[str, int] = field(default_factory=dict)
+    model_bytes: dict[str, int] = field(
+        default_factory=dict
+    )  # --model: how many values of tokens were compared, and why others not
     injected: list[dict[str, Any]] = field(default_factory=list)
     num_injected: int = 0  # past the first 100 they are counted alone
     seconds: float = 0.0
@@ -135,7 +148,7 @@ class Summary:
     @property
     def coverage(self) -> list[Watched]:
         """How much was watched of what the verdict may be taken to speak for."""
-        return coverage(
+        rows = coverage(
             self.header,
             self.figures,
             self.samples,
@@ -145,6 +158,7 @@ class Summary:
             unknown_entries=self.unknown_entries,
             settings=self.settings,
         )
+        return rows + model_coverage(self.model_bytes)
 
     @property
     def cut(self) -> bool:
@@ -195,6 +209,9 @@ class Summary:
         if self.unjudged:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.unjudged.items()))
             doubts.append(f"events that this version cannot judge: {kinds}")
+        if self.model_bytes and not self.model_bytes.get(COMPARED):
+            why = "; ".join(reason for reason in self.model_bytes if reason not in (COMPARED, WRITTEN))
+            doubts.append(f"nothing was compared with the model: {why}")
         if self.stopped:
             doubts.append(self.stopped)
         return doubts

@@ -31,6 +31,10 @@ FIGURES: Final = (
 )
 _FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS = range(len(FIGURES))
 
+# What is counted of a comparison with a model, beside the reasons why values were not compared.
+COMPARED: Final = "compared"
+WRITTEN: Final = "written"
+
 RANKS: Final = "ranks"
 NOT_SAID: Final = "not said by this recording"
 _SAYS_ALL: Final = 3  # the minor version since which a header says what is not watched
@@ -218,6 +222,16 @@ def not_watched(rows: Sequence[Watched]) -> list[str]:
         words if of_kind[what] == len(names) or what not in _NAMED else f"{words} of {', '.join(names)}"
         for (what, words), names in alike.items()
     ]
+
+
+def model_coverage(counts: Mapping[str, int]) -> list[Watched]:
+    """Return how much was compared with the model that was named, nothing if none was."""
+    compared, total = counts.get(COMPARED, 0), counts.get(WRITTEN, 0)
+    if not total:
+        return []
+    why = [f"{count:,}: {reason}" for reason, count in counts.items() if reason not in (COMPARED, WRITTEN) and count]
+    words = f"{total - compared:,} of {total:,} tokens' K and V against the model" if compared < total else ""
+    return [Watched("model", "", compared, total, "; ".join(why), words)]
 
 
 def _forwards(judged: int, recorded: int) -> Watched:

@@ -23,6 +23,7 @@ from ...recorder.trace.schema import (
 from ..checks.check import HistoryCheck
 from ..checks.oracle import OracleToken
 from ..executors.executors import make_executor, make_pass
+from ..model.model_bytes import ModelBytes
 from ..report.report import Results
 from ..report.summary import MAX_LISTED, add
 from .coverage import count_samples
@@ -174,6 +175,7 @@ class EventReplay:
         self._results.flush(executor.divergence)
         summary.requests = len(self._results.request_ids)
         summary.oracle = next((c.counts for c in self._checks() if isinstance(c, OracleToken)), {})
+        summary.model_bytes = next((dict(+c.counts) for c in self._checks() if isinstance(c, ModelBytes)), {})
         summary.slot_counters, summary.kernel_counters = (
             {tag.name: int(counters[tag]) for tag in LaunchTag}
             for counters in (executor.launcher.slot_counters, executor.launcher.kernel_counters)

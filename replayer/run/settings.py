@@ -20,7 +20,8 @@ class ReplaySettings:
     `executor` is "interval", which verifies a prefix position again only if something may have changed, or "stepwise",
     which verifies every one in every forward, and finds the same; `device` is "cpu", or "cuda" or "cuda:N", which steps
     whatever `executor` says; `merge_rows` says whether violations that last are one row, None for what the executor has;
-    `all_rows` keeps every row of a slot that has very many; `oracle` is the module:name of one's own that sampled.
+    `all_rows` keeps every row of a slot that has very many; `oracle` is the module:name of one's own that sampled; `model` is
+    the path of the checkpoint that ran, with which the first layer's bytes are compared.
     """
 
     kv_hash: str = "auto"
@@ -33,6 +34,7 @@ class ReplaySettings:
     merge_rows: bool | None = None
     all_rows: bool = False
     oracle: str = ""
+    model: str = ""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an executor that there is not."""

@@ -38,7 +38,7 @@ _SUMS: Final = (
     *("figures", "samples", "transfers_sent", "transfers_received", "transfers_unmatched"),
     *("num_marks", "num_injected"),
 )
-_COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle")
+_COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle", "model_bytes")
 _RUNNING: Final = ("verify_full", "verify_swa")
 _DIVERGENCE: Final = "swa_divergence.parquet"
 

@@ -44,6 +44,7 @@ _RULES: Final = (
     kv_bytes.groups_alias,
     kv_bytes.kv_write_lost,
     kv_bytes.kv_write_damaged,
+    kv_bytes.not_of_the_model,
     kv_bytes.computed_with_other_weights,
     kv_bytes.kv_changed,
     kv_bytes.layer_changed,

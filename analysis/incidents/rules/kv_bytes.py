@@ -36,6 +36,19 @@ def computed_with_other_weights(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.5 if others else 0.85, said, sign, *sign.evidence, cause=sign.event)
 
 
+@rule("K or V that the model does not give", branch="content")
+def not_of_the_model(cluster: Cluster) -> Diagnosis | None:
+    """The first layer writes another token's V, K of another position, or what no token of the model named has: tables and
+    records are right. (vLLM and SGLang with faults in their model)
+    """
+    sign = cluster.finding("model_bytes")
+    if sign is None:
+        return None
+    said = f"{sign.reader} was computed otherwise than the model says in {sign.when}: {sign.detail}"
+    others = any(one.kind not in ("model_bytes", "token_bytes") for one in cluster.head)
+    return cluster.diagnosis(0.5 if others else 0.9, said, sign, *sign.evidence, cause=sign.event)
+
+
 @rule("KV bytes changed without a write", branch="write")
 def kv_changed(cluster: Cluster) -> Diagnosis | None:
     """A byte of a slot changes between its write and its read. The record is right, the KV hash alone is not, and

@@ -64,7 +64,7 @@ class TransformersGroup:
         page, offset = divmod(position % self.ring_size, self.page_size)
         return blocks[page] * self.page_size + offset if page < len(blocks) else -1
 
-    def streams(self, layers: tuple[int, ...], capture_bytes: int) -> list[tuple[KvStream, KvSource]]:
+    def streams(self, layers: tuple[int, ...], capture_bytes: int, dtype: str) -> list[tuple[KvStream, KvSource]]:
         """Return K and V of each of the layers, with where their bytes lie; none if a token's K is no row of 16 bytes."""
         blocks = self.allocator._copy_view  # [blocks, bytes_per_block] uint8
         page_bytes = int(self.allocator.bytes_per_page) // 2
@@ -77,7 +77,7 @@ class TransformersGroup:
             first = 2 * page_bytes * self.allocator.layer_indices.index(layer)
             for half, begin in (("K", first), ("V", first + page_bytes)):
                 rows = blocks[:, begin : begin + page_bytes]
-                stream = KvStream(half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=read)
+                stream = KvStream(half=half, layer=layer, bytes_per_token=token_bytes, capture_bytes=read, dtype=dtype)
                 source = KvSource(tensor=rows, page_size=self.page_size, bytes_per_token=token_bytes, read_bytes=read)
                 found.append((stream, source))
         return found
@@ -115,6 +115,7 @@ def describe_engine(
     sources: dict[tuple[int, int], KvSource | KvTensor] = {}
     layouts: list[TransformersGroup] = []
     not_watched: list[NotWatched] = []
+    dtype = str(cache.dtype).removeprefix("torch.")
     unknown = sorted(set(layers or ()) - set(cache.layer_to_allocator))
     if unknown:
         raise ValueError(f"layers {unknown} asked for, the model has {len(cache.layer_to_allocator)} cached layers")
@@ -123,9 +124,9 @@ def describe_engine(
         layouts.append(layout)
         wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
         streams: list[tuple[KvStream, KvSource | KvTensor]] = []
-        streams += layout.streams(wanted[:1] if layers is None else wanted, capture_bytes)
+        streams += layout.streams(wanted[:1] if layers is None else wanted, capture_bytes, dtype)
         if streams and seed is not None and layers is None:
-            streams += layout.samples(seed, str(cache.dtype).removeprefix("torch."))
+            streams += layout.samples(seed, dtype)
         if wanted and not streams:
             reason = f"a token's K is no multiple of {ALIGN_BYTES} bytes"
             not_watched.append(NotWatched(what="bytes", name=name, reason=reason))
@@ -151,7 +152,7 @@ def describe_engine(
         width = max(width, int(getattr(config, "max_position_embeddings", 0) or 0))
     header = TraceHeader(
         engine=EngineInfo(name="transformers", version=transformers.__version__),
-        model=ModelInfo(name=str(config.model_type), dtype=str(cache.dtype).removeprefix("torch.")),
+        model=ModelInfo(name=str(config.model_type), dtype=dtype),
         groups=tuple(groups),
         tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in groups),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),

@@ -77,8 +77,8 @@ IN_THE_CORPUS = {
 }
 # ... and those that only a load shows that goes on beside the forwards: test_copies.py, and vLLM's conformance runs.
 BESIDE_FORWARDS = {"load_landed_elsewhere", "read_before_landed"}
-# ... and that of bytes that a model computes, which the simulated engine has not: test_token_bytes.py.
-OF_A_MODEL = {"computed_with_other_weights"}
+# ... and that of bytes that a model computes, which the simulated engine has not: test_token_bytes.py, test_model_bytes.py.
+OF_A_MODEL = {"computed_with_other_weights", "not_of_the_model"}
 
 
 def test_every_rule_has_a_trial():

@@ -1,0 +1,1 @@
+"""What a checkpoint says that the first layer of the engine's model writes, held against what it wrote."""

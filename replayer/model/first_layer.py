@@ -1,0 +1,191 @@
+"""The first layer of a checkpoint, up to what it hands to the KV cache: computed by transformers' own model of that architecture.
+
+What rounding does to a token's K and V is not guessed: they are computed twice, in float32 and in the engine's dtype.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.arrays import BoolArray, Int64Array
+from ...recorder.errors import TraceError, first_line
+from ...recorder.trace.header import Ranks
+
+FloatArray = npt.NDArray[np.float32]
+
+_BATCH: Final = 4096
+_NOISE: Final = 4.0  # times what the engine's dtype differs by from float32
+_LEAST: Final = 2.0**-8  # of the largest value of a token's head
+_COARSE: Final = {"float32": "bfloat16"}  # a float32's product may be one of tf32, which bfloat16 bounds
+# Rotary embeddings that depend on the length of the request, which engines and transformers take for different things.
+_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
+NEEDS: Final = "pip install 'kvcanary[model]'"
+
+
+class Expected(NamedTuple):
+    """What tokens must have in a stream: `values` `[n, width] float32`, each with a `tolerance` `[n]`, and the head's `largest` `[n]`."""
+
+    values: FloatArray
+    tolerance: FloatArray
+    largest: FloatArray
+
+    def differ(self, got: FloatArray) -> BoolArray:
+        """Say which rows `[n, width]` are not what they must be, `[n]`."""
+        with np.errstate(invalid="ignore"):
+            return ~(np.abs(got - self.values).max(axis=1, initial=0) <= self.tolerance)
+
+
+class _StopError(Exception):
+    """Ends a forward behind what the first layer hands to its cache."""
+
+
+class FirstLayer:
+    """What a checkpoint's first layer writes for a token at a position.
+
+    `moves` are the halves that follow from the position too: K, of MLA's latent, which is its K, none but its rotary part. `why_not`
+    says of halves why nothing is judged by them.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        import torch
+
+        self.path = path
+        self.dtype = dtype
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        config = _config(path)
+        self.vocab_size = int(config.vocab_size)
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
+        self._full = self._model(config, "float32")
+        engine = _COARSE.get(dtype, dtype)
+        self._low = self._model(config, engine)
+        if engine == dtype:  # the engine has the checkpoint's weights in its own dtype
+            for parameter in self._full.parameters():
+                parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+        self._vocabulary: dict[tuple[str, int, int, int], FloatArray] = {}
+        one = self._computed(self._full, np.ones(2, np.int64), np.array([0, 7]))
+        self.moves = {
+            half for half, rows in one.items() if np.abs(rows[0] - rows[1]).max() > _LEAST * np.abs(rows).max()
+        }
+        by_length = "its rotary embedding depends on the request's length"
+        self.why_not = dict.fromkeys(self.moves if kinds & _BY_LENGTH else (), by_length)
+
+    def _model(self, config: Any, dtype: str) -> Any:
+        import torch
+        from transformers import AutoModel
+
+        try:
+            options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "output_loading_info": True}
+            model, info = AutoModel.from_pretrained(
+                self.path, local_files_only=True, attn_implementation="sdpa", **options
+            )
+        except Exception as error:  # noqa: BLE001  # whatever an architecture raises
+            raise TraceError(
+                f"{self.path}: the model cannot be loaded: {type(error).__name__}: {first_line(error)}"
+            ) from None
+        if missing := sorted(info["missing_keys"]):
+            raise TraceError(f"{self.path}: the checkpoint has no {missing[0]}, so nothing can be computed with it")
+        return model.to(self.device).eval()
+
+    def expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
+        """Return what a rank must hold of tokens at positions `[n]`, the first `width` values of each."""
+        parts = [Expected(*(np.empty((0, *shape), np.float32) for shape in ((width,), (), ())))]
+        for at in range(0, len(tokens), _BATCH):
+            full, low = (
+                self._computed(model, tokens[at : at + _BATCH], positions[at : at + _BATCH])[half]
+                for model in (self._full, self._low)
+            )
+            full, low = (_of_rank(heads, ranks) for heads in (full, low))
+            largest = np.abs(full).max(axis=1)
+            tolerance = _NOISE * np.abs(full - low).max(axis=1) + _LEAST * largest
+            parts.append(Expected(full[:, :width], tolerance, largest))
+        return Expected(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def nearest_token(self, half: str, got: FloatArray, position: int, ranks: Ranks) -> int:
+        """Return the token whose values in a half, at a position, are nearest to `[width]`."""
+        position = position if half in self.moves else 0
+        key = (half, position, ranks.tp_rank, len(got))
+        if key not in self._vocabulary:
+            self._vocabulary.clear()
+            tokens = np.arange(self.vocab_size)
+            parts = [
+                _of_rank(self._computed(self._full, part, np.full(len(part), position))[half], ranks)[:, : len(got)]
+                for part in np.array_split(tokens, -(-len(tokens) // _BATCH))
+            ]
+            self._vocabulary[key] = np.concatenate(parts)
+        return int(np.abs(self._vocabulary[key] - got).max(axis=1).argmin())
+
+    def _computed(self, model: Any, tokens: Int64Array, positions: Int64Array) -> dict[str, FloatArray]:
+        """Return K and V that a model hands to its cache, `[n, heads, dim]`, each token a request of its own."""
+        import torch
+        from transformers import DynamicCache
+
+        class First(DynamicCache):
+            handed: tuple[Any, ...] = ()
+
+            def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+                self.handed = key_states, value_states
+                raise _StopError
+
+        cache = First()
+        ids, at = (
+            torch.from_numpy(np.ascontiguousarray(a, np.int64)).to(self.device)[:, None] for a in (tokens, positions)
+        )
+        try:
+            with torch.inference_mode():
+                model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True)
+        except _StopError:
+            pass
+        except Exception as error:  # noqa: BLE001
+            raise TraceError(f"{self.path}: the first layer cannot be computed: {first_line(error)}") from None
+        if not cache.handed:
+            raise TraceError(f"{self.path}: the first layer of {type(model).__name__} hands nothing to a KV cache")
+        return {half: part[:, :, 0].float().cpu().numpy() for half, part in zip("KV", cache.handed, strict=True)}
+
+
+@lru_cache(maxsize=1)
+def first_layer(path: str, dtype: str) -> FirstLayer:
+    """Return the first layer of a checkpoint, run in a dtype; raise `TraceError` if there is none that can be computed."""
+    import sys
+
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # else transformers loads it, for nothing
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it tells of all the weights that are left out
+    logging.disable_progress_bar()
+    return FirstLayer(Path(path), dtype)
+
+
+def _config(path: Path) -> Any:
+    """Return the configuration of a checkpoint, cut to its first layer."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        layers = int(config.num_hidden_layers)
+        # What has an entry a layer is cut as well.
+        lists = {k: v[:1] for k, v in config.to_dict().items() if isinstance(v, list) and len(v) == layers}
+        cut = AutoConfig.from_pretrained(path, local_files_only=True, num_hidden_layers=1, **lists)
+    except Exception as error:  # noqa: BLE001
+        raise TraceError(f"{path}: no model that transformers knows: {first_line(error)}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise TraceError(
+            f"{path}: its weights are quantised, and what they give depends on the engine's kernels; name the model as it was before"
+        )
+    if any(hasattr(config, name) for name in ("vision_config", "audio_config", "text_config")):
+        raise TraceError(f"{path}: a model of more than text: what its first layer gets is not known from tokens")
+    return cut
+
+
+def _of_rank(heads: FloatArray, ranks: Ranks) -> FloatArray:
+    """Return of all heads `[n, heads, dim]` those of a tensor-parallel rank, `[n, heads * dim]`; fewer heads than ranks are shared."""
+    total, size = heads.shape[1], max(1, ranks.tp_size)
+    each = max(1, total // size)
+    first = ranks.tp_rank * total // size
+    return heads[:, first : first + each].reshape(len(heads), -1)
