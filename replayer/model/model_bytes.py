@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import BoolArray, Int64Array
 from ...recorder.state.requests import RequestFacts
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
@@ -230,9 +230,9 @@ class ModelBytes(HistoryCheck):
         words = f"of token {one.token} is nothing that the model gives: it is off by {one.off:.1%} of the largest value"
         return _Explained(words, Cause("no_token", expected_token=one.token))
 
-    def _is(self, one: _Wrong, tokens: Int64Array, positions: Int64Array) -> Int64Array:
+    def _is(self, one: _Wrong, tokens: Int64Array, positions: Int64Array) -> BoolArray:
         expected = self._expected(one.half, tokens, positions, len(one.got))
-        fits: Int64Array = ~expected.differ(np.broadcast_to(one.got, expected.values.shape))
+        fits: BoolArray = ~expected.differ(np.broadcast_to(one.got, expected.values.shape))
         return fits
 
     def _finding(self, members: list[_Wrong], *, explained: bool) -> Finding:
