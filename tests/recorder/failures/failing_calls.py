@@ -1,7 +1,7 @@
 """Runs a scenario again and again, each time with another of its I/O calls failing, or of its requests for memory; a program
 of its own, since the calls are caught by a library that must be preloaded.
 
-    LD_PRELOAD=failing_calls.so python -m tests.recorder.failures.failing_calls SCENARIO FOLDER --first 1 --step 1
+    LD_PRELOAD=failing_calls.so python -m tests.recorder.failures.failing_calls SCENARIO FOLDER --first 1 1 --step 1
     PYTHONMALLOC=malloc ARROW_DEFAULT_MEMORY_POOL=system LD_PRELOAD=... SCENARIO FOLDER --memory 16384
 
 Each run is a fork of this process, in a folder of its own. A line of JSON says how many runs there were, and what was
@@ -261,17 +261,17 @@ SCENARIOS: dict[str, type[Scenario]] = {
 
 
 def main() -> None:
-    """Run a scenario with one failing call after another, until a run has none."""
+    """Run a scenario with one failing call after another, until a run has none: each alone, then with all behind it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--first", type=int, nargs=2, default=(1, 1), help="alone, and with all calls behind it")
     parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--stay", action="store_true", help="all calls from the failing one on fail")
     parser.add_argument(
         "--memory", type=int, help="no I/O call, but a request for so many bytes of memory or more fails"
     )
     options = parser.parse_args()
+    options.stay = False
     os.environ["KVCANARY_ANSWERS"] = str(options.folder / "answers.json")
     scenario = SCENARIOS[options.scenario]()
     prepare(*STATE_LOOPS, backend="cpu")
@@ -284,14 +284,15 @@ def main() -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     runs, calls = 0, _run(scenario, options, 0, 0, wrong)
-    number = options.first
-    # Threads make the count differ a little from run to run: it ends with the first run that has no n-th call.
-    while len(wrong) < 20:
-        error = ERRORS[number % len(ERRORS)]
-        runs += 1
-        if _run(scenario, options, number, error, wrong) < number:
-            break
-        number += options.step
+    for stay, number in enumerate(options.first):
+        options.stay = bool(stay)
+        # Threads make the count differ a little from run to run: it ends with the first run that has no n-th call.
+        while len(wrong) < 20:
+            error = ERRORS[number % len(ERRORS)]
+            runs += 1
+            if _run(scenario, options, number, error, wrong) < number:
+                break
+            number += options.step
     print(json.dumps({"calls": calls, "runs": runs, "wrong": wrong}), flush=True)
     os._exit(0)  # the libraries' threads have nothing left to do
 
@@ -356,7 +357,7 @@ def _run(scenario: Scenario, options: Any, number: int, error: int, wrong: list[
         problem = traceback.format_exc()
     if problem:
         why = "MemoryError" if options.memory else errno.errorcode.get(error)
-        wrong.append(f"call {number} fails with {why}: {problem[-1500:]}")
+        wrong.append(f"call {number} fails{' and all behind it' * options.stay} with {why}: {problem[-1500:]}")
     return calls
 
 
