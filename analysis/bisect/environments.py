@@ -89,16 +89,15 @@ class Environments:
         shutil.rmtree(place, ignore_errors=True)  # of a run that was killed
         uv = shutil.which("uv")
         made = [uv, "venv", "-q", "--seed", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
-        problem, lines = run_command([*made, str(place)], dict(os.environ))
+        problem, _ = run_command([*made, str(place)], dict(os.environ))
         if not problem:
             if self.share is not None:
                 seen = f"import site; site.addsitedir({str(packages_of(self.share))!r})\n"
                 (packages_of(place) / "kvcanary-shared.pth").write_text(seen, encoding="utf-8")
-            problem, lines = run_command(words, {**inside(place), **_PIP_QUIET, "KVCANARY_BISECT_VERSION": version})
+            problem, _ = run_command(words, {**inside(place), **_PIP_QUIET, "KVCANARY_BISECT_VERSION": version})
         if problem:
             shutil.rmtree(place, ignore_errors=True)
-            said = [line for line in lines if line.lower().startswith("error")]  # pip's notices come after it
-            raise EnvironmentFailed(f"its environment could not be made: {said[-1] if said else problem}")
+            raise EnvironmentFailed(f"its environment could not be made: {problem}")
         size = sum(
             status.st_blocks * 512 // status.st_nlink  # uv links files from its own cache
             for folder, _, names in os.walk(place)

@@ -18,7 +18,7 @@ for place; do :; done
 mkdir -p "$place/bin" "$place/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 ln -s {sys.executable} "$place/bin/python"
 """
-INSTALL = "sh -c 'echo {version} >> made; echo {version} > $VIRTUAL_ENV/version; test {version} != 3 || { echo ERROR: no 3; echo bye; false; }'"
+INSTALL = "sh -c 'echo {version} >> made; echo {version} > $VIRTUAL_ENV/version; test {version} != 3 || { echo ERROR: no 3; false; }'"
 ENGINE = (
     f"case $(cat $VIRTUAL_ENV/version) in 1|2) cp {DATA}/clean_llama.arrow $0;; *) cp {DATA}/table_swap.arrow $0;; esac"
 )
@@ -54,7 +54,7 @@ def test_each_version_gets_one_which_is_kept(bisect):
     assert found["versions"] == ["1", "2", "3", "4"]
     assert found["candidates"] == ["3", "4"]
     assert {one["version"]: one["words"] for one in found["judged"]}["3"] == (
-        "its environment could not be made: ERROR: no 3"
+        "its environment could not be made: the command ended with 1: ERROR: no 3"
     )
     bin_ = found["reproduce"].split("PATH=")[1].split(":")[0]
     assert Path(bin_, "python").exists()

@@ -2,9 +2,24 @@
 
 import numpy as np
 import pytest
+from kvcanary.kernels.constants import RECORD_TOKEN
 from kvcanary.kernels.replay_pass.ledger import (
+    ALLOC,
+    BEING_WRITTEN,
+    CONTENT,
+    DIFFERS,
+    HELD,
+    JOINER,
     LEDGER_COLUMNS,
+    NEVER_WRITTEN,
     OWNER,
+    PADDED,
+    PADDING_WRITER,
+    READ_FOREIGN,
+    READ_FREE,
+    READ_RECYCLED,
+    STAMP,
+    STAMP_REQUEST,
     STATE,
     Found,
     Reads,
@@ -90,3 +105,43 @@ def test_empty_input_finds_nothing() -> None:
         found=found,
     )  # fmt: skip
     assert found.total[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("slot", "asked", "wrong"),
+    [
+        ({}, {}, 0),
+        ({STAMP: 9, STAMP_REQUEST: PADDING_WRITER}, {}, PADDED),
+        ({STAMP: 9, STAMP_REQUEST: 3}, {}, BEING_WRITTEN),
+        ({STAMP: 9, STAMP_REQUEST: 2}, {}, 0),
+        ({STAMP: 8, STAMP_REQUEST: PADDING_WRITER}, {}, 0),
+        ({OWNER: 3, STAMP: 9, STAMP_REQUEST: PADDING_WRITER}, {}, READ_FOREIGN + PADDED),
+        ({STATE: 0}, {}, READ_FREE),
+        ({CONTENT: 3}, {}, NEVER_WRITTEN),
+        ({CONTENT: 3, OWNER: 3}, {"complete": 0}, NEVER_WRITTEN),
+        ({}, {"seen": 3}, READ_RECYCLED),
+        ({}, {"seen": 4}, 0),
+        ({JOINER: 2}, {"seen": 3}, 0),
+        ({}, {"fresh": 0, "writer": 3, "token": 6}, DIFFERS),
+        ({}, {"fresh": 0, "writer": 3}, 0),
+        ({}, {"fresh": 0, "token": 6}, 0),
+    ],
+)
+def test_what_is_wrong_with_a_read(slot: dict[int, int], asked: dict[str, int], wrong: int) -> None:
+    """Request 2 reads position 0 in slot 1, which it got in event 4 and wrote in event 5."""
+    ledger = np.zeros((2, LEDGER_COLUMNS), np.int64)
+    for column, value in ({STATE: HELD, OWNER: 2, ALLOC: 4, CONTENT: 5, JOINER: -1} | slot).items():
+        ledger[1, column] = value
+    one = np.ones(1, np.int64)
+    reads = Reads(
+        slots=one, positions=0 * one, tokens=asked.get("token", 5) * one, offsets=np.array([0, 1]), request_ids=2 * one,
+        fresh_from=asked.get("fresh", 1) * one, seen=asked.get("seen", 0) * one,
+    )  # fmt: skip
+    records = np.zeros((2, 4), np.int64)
+    records[1, RECORD_TOKEN] = 5
+    found = Found.allocate(1)
+    run(
+        judge_reads_loops, reads=reads, serial=9, complete=asked.get("complete", 1), from_start=1, ledger=ledger,
+        writers=np.array([[0] * 3, [5, 0, asked.get("writer", 2)]]), records=records, found=found,
+    )  # fmt: skip
+    assert found.found()[1].tolist() == ([wrong] if wrong else [])

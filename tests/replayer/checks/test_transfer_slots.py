@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from kvcanary.recorder.state.apply import RecordedState
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .scene import Part, Scene, told
 
@@ -57,6 +59,16 @@ def test_a_transfer_that_begins_on_free_slots_is_found(scene: Scene) -> None:
     freed = scene.free(7, [3])
     start = scene.transfer("start", "send", [3], request=7)
     assert told(scene.judge("transfer_not_held")) == [(-1, 7, 3, 1, json.dumps([alloc, freed, start]))]
+
+
+def test_what_lands_was_written_by_the_transfer(scene: Scene) -> None:
+    landed = scene.transfer("end", "receive", [3], request=7)
+    scene.recorder.close()
+    with TraceReader(scene.path) as reader:
+        recorded = RecordedState(reader.header)
+    for view in read_trace(scene.path):
+        recorded.apply(view)
+    assert recorded.state.pools[0].pool.writers[3].tolist() == [landed + 1, -1, 7]
 
 
 def test_landing_counts_as_writing_and_failing_does_not(make_scene) -> None:

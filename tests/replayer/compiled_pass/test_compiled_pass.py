@@ -18,7 +18,7 @@ from kvcanary.recorder.state.history import ROW_END
 from kvcanary.recorder.state.writes import readable_prefixes
 from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.event import TraceEvent
-from kvcanary.recorder.trace.header import StateTable, TraceHeader
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.executors.incremental import compiled_pass
 from kvcanary.replayer.executors.incremental.compiled_pass import CompiledPass
@@ -28,7 +28,7 @@ from kvcanary.replayer.run.replay import ReplayRun, ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
 from ...support.places import DATA
-from ...support.short_histories import HEADER, both, forward, ints
+from ...support.short_histories import HEADER, both, forward, ints, slot_event
 from ..incremental.unruly_engine import write
 
 pytestmark = pytest.mark.usefixtures("pass_from_the_start")
@@ -296,6 +296,28 @@ def test_a_chain_goes_on_from_the_position_before(before: int, violations: bool,
     header = replace(HEADER, slot_history="")
     found = both([first, again], tmp_path, header)
     assert bool(found.summary.violations) == violations
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("owner", "reader", "kinds"), [(0, 0, set()), (7, 8, {"read_of_foreign_slot"})])
+def test_who_holds_a_slot(joined: bool, owner: int, reader: int, kinds: set[str], tmp_path: Path) -> None:
+    """A request whose number is 0 holds its slots as others do; one that joins its own slots holds them as before."""
+    mine = slot_event("alloc", range(1, 4), owner)
+    again = TraceEvent(kind="alloc", scalars={**mine.scalars, "status": "shared"}, ints=mine.ints)
+    first = forward([1], [owner], [0], [3], [30, 31, 32], [1, 2, 3])
+    last = forward([2], [reader], [1], [1], [33], [9])
+    last.ints.update(ints(table_index=[0], table_row=[2], table_start=[0], table_count=[1], table_slots=[1]))
+    events = [mine, *[again] * joined, first, slot_event("alloc", range(9, 10), reader), last]
+    assert set(both(events, tmp_path).summary.findings_by_kind) == kinds
+
+
+def test_a_change_of_no_entries_is_ordinary(taken: list[int], tmp_path: Path) -> None:
+    groups = (*HEADER.groups, PoolGroup(name="swa", kind="swa", window=4, lut=0, num_slots=64, halves=("K",)))
+    header = replace(HEADER, groups=groups, lut_lens=(64,), slot_history="")
+    event = forward([1], [7], [0], [1], [30], [1])
+    event.ints.update(ints(lut_index=[0, 0], lut_start=[1, 2], lut_count=[1, 0], lut_slots=[1]))
+    both([event], tmp_path, header)
+    assert taken == [1]
 
 
 def reads(entries: int, width: int = 1 << 20) -> tuple[TraceHeader, TraceEvent]:
