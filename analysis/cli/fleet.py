@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -126,27 +126,25 @@ def replay_command(
         raise click.UsageError("--jobs is of this machine; a cluster has as many workers as cores")
     settings = ReplaySettings(device=gpu, kv_hash=how["kv_hash"], checks=how["checks"])
     fleet = Fleet(out=out.absolute(), settings=settings, node=how["node"], all_reports=how["all_reports"])
-    workers: Workers | None = None
-    try:
-        with errors_end():
-            fleet.prepare()
-            workers = (
-                RayCluster(address, jobs=jobs, gpu=gpu != "cpu")
-                if address
-                else Processes(jobs or len(devices) or usable_cores(), devices)
-            )
-            paths = [path for top in traces for path in traces_below(top.absolute())]
-            tasks, notes = make_tasks(paths, settings, workers=workers.size)
-            rows, left = recalled(tasks, fleet)
-        already = len(rows)
-        for note in notes:
-            say_error(note, kind="note: ")
-        undone = _replay(left, rows, fleet, workers, quiet=as_json)
-    except OSError as error:
-        raise CommandError(f"{error.filename or out}: {error.strerror or error}") from None
-    finally:
-        if workers is not None:
-            workers.close()
+    with redirect_stdout(sys.stderr), ExitStack() as resources:  # Ray prints what befalls its workers
+        try:
+            with errors_end():
+                fleet.prepare()
+                workers: Workers = (
+                    RayCluster(address, jobs=jobs, gpu=gpu != "cpu")
+                    if address
+                    else Processes(jobs or len(devices) or usable_cores(), devices)
+                )
+                resources.callback(workers.close)
+                paths = [path for top in traces for path in traces_below(top.absolute())]
+                tasks, notes = make_tasks(paths, settings, workers=workers.size)
+                rows, left = recalled(tasks, fleet)
+            already = len(rows)
+            for note in notes:
+                say_error(note, kind="note: ")
+            undone = _replay(left, rows, fleet, workers, quiet=as_json)
+        except OSError as error:
+            raise CommandError(f"{error.filename or out}: {error.strerror or error}") from None
     sys.exit(_told(rows, out, already=already, undone=undone, as_json=as_json))
 
 

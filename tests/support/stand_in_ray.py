@@ -38,7 +38,8 @@ class StandInRay:
         if address == "nowhere:1":
             raise ConnectionError("nobody there")
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        print("(raylet) what Ray still has to say")
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": float(self.cores), "memory": float(self.memory_bytes)}
@@ -64,6 +65,7 @@ class StandInRay:
     def wait(
         self, refs: list[_Ref], num_returns: int = 1, timeout: float | None = None
     ) -> tuple[list[_Ref], list[_Ref]]:
+        print("(raylet) A worker died or was killed")
         return refs[:num_returns], refs[num_returns:]
 
     def get(self, ref: _Ref) -> Any:
