@@ -295,7 +295,8 @@ class EventReplay:
             self._keyframes.apply(view)
             self.executor.loads_state()
             if status == KEYFRAME_END:  # it is whole
-                self._summary.unknown_before = any(pool.any_unknown for pool in self.executor.pools)
+                unknown = any(pool.any_unknown for pool in self.executor.pools)
+                self._summary.unknown_before = unknown and not self._late
         if status == KEYFRAME_END:
             self._health.resume()
 

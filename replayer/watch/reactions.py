@@ -47,7 +47,9 @@ class Reactions:
 
         A report of damage stays if segments that it is made of are gone by then: a flight recorder deletes them.
         """
-        if not any(name == waiting for waiting, *_ in self._wanted):
+        if not paths:
+            self.say(f"{name}: all of it has been deleted; what was frozen is in a folder beside it")
+        elif not any(name == waiting for waiting, *_ in self._wanted):
             self._wanted.append((name, paths, paths[0].parent / f"{name.removesuffix('.arrow')}.report", calls))
 
     @property

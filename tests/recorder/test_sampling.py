@@ -15,6 +15,8 @@ from kvcanary.recorder.writing.writer import TraceWriter
 from ..support.engines.documented_engine import judged
 from ..support.engines.tiny_models import generate, model
 from ..support.hand_made import HEADER, event
+from ..support.raw_traces import cut
+from ..support.segment_runs import run as segments_replayed
 
 
 def test_the_choice_is_the_same_everywhere_and_for_ever() -> None:
@@ -137,3 +139,7 @@ def test_windows_of_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (summary.violations, summary.findings, summary.num_losses, summary.doubts) == (0, 0, 0, [])
         assert "what the engine had cached before" in [row.words for row in summary.coverage]
         assert summary.to_json()["sampling"]["window_seconds"] == 300
+    segments = cut(second, tmp_path / "cut.arrow", seed=1, least=2, most=4)
+    assert len(segments) > 2
+    verdict = segments_replayed(segments, tmp_path / "report").summary.verdict.value
+    assert verdict == "clean", "what the keyframes do not know is no loss"

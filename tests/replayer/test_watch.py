@@ -259,6 +259,11 @@ def test_a_report_of_damage_outlives_the_segments_that_it_is_made_of(tmp_path: P
         segments[0].unlink(missing_ok=True)
         segments = segments[-1:]
     assert [one["verdict"] for one in told] == ["corrupt"]
+    said: list[str] = []
+    Reactions(freeze_file=None, command=None, reports=True, say=said.append, on_incident=told.append).report(
+        "gone.arrow", [], calls=True
+    )
+    assert said[0].startswith("gone.arrow: all of it has been deleted")
     assert json.loads((tmp_path / "live.report" / "summary.json").read_bytes())["verdict"] == "corrupt"
 
 

@@ -15,7 +15,9 @@ from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.engines.sglang.recording import SglangRecording
 from kvcanary.recorder.engines.sglang.requests import StepResults, identity_of
 from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.writing.sampling import Sampler
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -317,3 +319,30 @@ def test_a_draft_tree_ends_the_recording_before_it_is_misread(tmp_path: Path, mo
     ) in [(entry.name, entry.reason) for entry in header.not_watched]
     assert {event.scalar("mode") for event in told if event.kind == "forward"} == {"extend"}
     assert "drafts are trees" in [event.scalar("note") for event in told if event.kind == "loss"][-1]
+
+
+def test_windows_begin_and_end_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = serve()
+    monkeypatch.setattr(Sampler, "start", lambda _: None)  # the test says when
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, sample_windows=0.5))
+    own: Any = Scheduler.step
+    steps: list[set[str]] = []
+
+    def step(scheduler: Any, reqs: list[Request]) -> None:
+        attachment.sampler.wanted = len(steps) // 2 % 2 == 1
+        own(scheduler, reqs)
+        steps.append({*vars(scheduler.token_to_kv_pool_allocator)})
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    output, _ = serve()
+    attachment.end_window()
+    assert output == expected
+    assert "alloc" not in steps[0] | steps[4]
+    assert "alloc" in steps[2]
+    found = sorted(tmp_path.glob("*.arrow"))
+    assert len(found) == len(steps) // 4
+    for path in found:
+        while not inspect_trace(path).complete:  # closed in a thread
+            time.sleep(0.01)
+        summary = replay(path, settings=ReplaySettings(), report=None)
+        assert (summary.violations, summary.findings, summary.num_losses, summary.forwards) == (0, 0, 0, 2)
