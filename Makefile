@@ -8,7 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Of what is installed a third is ever imported: Python compiles that when it is, and keeps it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
-UNIT := $(BIN)/pytest -n auto --dist worksteal
+# make test WORKERS=3: more at once than there are cores, where tests wait for processes and clocks.
+WORKERS ?= auto
+UNIT := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 FUZZ_CASES ?= 20000
 FUZZ_EXECUTIONS ?= 200000
 SGLANG_VENV := .venv-sglang

@@ -162,15 +162,18 @@ def test_the_first_bad_value_of_a_request_is_named(value: float, cause: str, tmp
     )
 
 
-def test_a_row_of_zeros_is_found_once_the_layer_is_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "said"), [(0, "2 rows of K or V written are"), (LATE, "one row of K or V written is")]
+)
+def test_a_row_of_zeros_is_found_once_the_layer_is_known(tmp_path: Path, first: int, said: str) -> None:
     engine = Engine(tmp_path / "t.arrow")
     for _ in range(6):  # 96 rows a layer
         engine.prefill()
-    engine.forward((3, 0, [1, 2, 3]), then=lambda: engine.kv[1][:, 1:3].fill(0))  # at position 0, and behind it
+    engine.forward((3, 0, [1, 2, 3]), then=lambda: engine.kv[1][first:, 1:3].fill(0))  # at position 0, and behind it
     (row,) = found(engine, tmp_path)
     assert (row["cause"], row["position"], row["slot"]) == ("zeros", 1, 2)
-    assert row["detail"].startswith("2 rows of K or V written are all zeros")
-    assert row["detail"].endswith("in prefill, first in V of layer 1")
+    assert row["detail"].startswith(f"{said} all zeros")
+    assert row["detail"].endswith(f"in prefill, first in V of layer {first or 1}")
 
 
 @pytest.mark.parametrize("token,layer,rows", [(7, 0, 0), (7, 1, 8), (0, 0, 8)], ids=["padding", "a layer", "a prompt"])
