@@ -38,6 +38,7 @@ _COMMANDS: Final = {
     "replay": ("", "", "Replay traces and judge them (kvcanary-replay)."),
     "ship": ("recorder.cli.ship", "ship_command", "Move finished traces to an object store."),
     "report": ("analysis.cli.report", "report_command", "Write an incident as Markdown for an issue tracker."),
+    "rerun": ("replayer.cli.rerun", "rerun_command", "Compute a request again, and say what is at fault."),
     "shrink": ("analysis.cli.shrink", "shrink_command", "Cut a trace down to what shows one incident, for an issue."),
     "simulate": ("recorder.cli.simulate", "simulate_command", "Record a trace from the simulated engine."),
     "sql": ("analysis.cli.sql", "sql_command", "Ask traces and reports anything, in SQL."),

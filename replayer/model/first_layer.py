@@ -17,9 +17,9 @@ from ...recorder.trace.header import Ranks
 FloatArray = npt.NDArray[np.float32]
 
 _BATCH: Final = 4096
-_NOISE: Final = 4.0  # times what the engine's dtype differs by from float32
-_LEAST: Final = 2.0**-8  # of the largest value of a token's head
-_COARSE: Final = {"float32": "bfloat16"}  # a float32's product may be one of tf32, which bfloat16 bounds
+NOISE: Final = 4.0  # times what the engine's dtype differs by from float32
+LEAST: Final = 2.0**-8  # of the largest value of a token's head
+COARSE: Final = {"float32": "bfloat16"}  # a float32's product may be one of tf32, which bfloat16 bounds
 # Rotary embeddings that depend on the length of the request, which engines and transformers take for different things.
 _BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
 NEEDS: Final = "pip install 'kvcanary[model]'"
@@ -54,41 +54,24 @@ class FirstLayer:
 
         self.path = path
         self.dtype = dtype
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = _config(path)
+        self.device = device = "cuda" if torch.cuda.is_available() else "cpu"
+        config = read_config(path, first_layer_only=True)
         self.vocab_size = int(config.vocab_size)
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
-        self._full = self._model(config, "float32")
-        engine = _COARSE.get(dtype, dtype)
-        self._low = self._model(config, engine)
+        self._full = load_model(path, config, "float32", device)
+        engine = COARSE.get(dtype, dtype)
+        self._low = load_model(path, config, engine, device)
         if engine == dtype:  # the engine has the checkpoint's weights in its own dtype
             for parameter in self._full.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype)).float()
         self._vocabulary: dict[tuple[str, int, int, int], FloatArray] = {}
         one = self._computed(self._full, np.ones(2, np.int64), np.array([0, 7]))
         self.moves = {
-            half for half, rows in one.items() if np.abs(rows[0] - rows[1]).max() > _LEAST * np.abs(rows).max()
+            half for half, rows in one.items() if np.abs(rows[0] - rows[1]).max() > LEAST * np.abs(rows).max()
         }
         by_length = "its rotary embedding depends on the request's length"
         self.why_not = dict.fromkeys(self.moves if kinds & _BY_LENGTH else (), by_length)
-
-    def _model(self, config: Any, dtype: str) -> Any:
-        import torch
-        from transformers import AutoModel
-
-        try:
-            options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "output_loading_info": True}
-            model, info = AutoModel.from_pretrained(
-                self.path, local_files_only=True, attn_implementation="sdpa", **options
-            )
-        except Exception as error:  # noqa: BLE001  # whatever an architecture raises
-            raise TraceError(
-                f"{self.path}: the model cannot be loaded: {type(error).__name__}: {first_line(error)}"
-            ) from None
-        if missing := sorted(info["missing_keys"]):
-            raise TraceError(f"{self.path}: the checkpoint has no {missing[0]}, so nothing can be computed with it")
-        return model.to(self.device).eval()
 
     def expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
         """Return what a rank must hold of tokens at positions `[n]`, the first `width` values of each."""
@@ -98,9 +81,9 @@ class FirstLayer:
                 self._computed(model, tokens[at : at + _BATCH], positions[at : at + _BATCH])[half]
                 for model in (self._full, self._low)
             )
-            full, low = (_of_rank(heads, ranks) for heads in (full, low))
+            full, low = (of_rank(heads, ranks) for heads in (full, low))
             largest = np.abs(full).max(axis=1)
-            tolerance = _NOISE * np.abs(full - low).max(axis=1) + _LEAST * largest
+            tolerance = NOISE * np.abs(full - low).max(axis=1) + LEAST * largest
             parts.append(Expected(full[:, :width], tolerance, largest))
         return Expected(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -112,11 +95,17 @@ class FirstLayer:
             self._vocabulary.clear()
             tokens = np.arange(self.vocab_size)
             parts = [
-                _of_rank(self._computed(self._full, part, np.full(len(part), position))[half], ranks)[:, : len(got)]
+                of_rank(self._computed(self._full, part, np.full(len(part), position))[half], ranks)[:, : len(got)]
                 for part in np.array_split(tokens, -(-len(tokens) // _BATCH))
             ]
             self._vocabulary[key] = np.concatenate(parts)
         return int(np.abs(self._vocabulary[key] - got).max(axis=1).argmin())
+
+    def nearest_position(self, half: str, got: FloatArray, token: int, positions: Int64Array, ranks: Ranks) -> int:
+        """Return of `positions` the one at which a token's values in a half are nearest to `[width]`."""
+        heads = self._computed(self._full, np.full(len(positions), token), positions)[half]
+        off = np.abs(of_rank(heads, ranks)[:, : len(got)] - got).max(axis=1)
+        return int(positions[off.argmin()])
 
     def _computed(self, model: Any, tokens: Int64Array, positions: Int64Array) -> dict[str, FloatArray]:
         """Return K and V that a model hands to its cache, `[n, heads, dim]`, each token a request of its own."""
@@ -149,23 +138,38 @@ class FirstLayer:
 @lru_cache(maxsize=1)
 def first_layer(path: str, dtype: str) -> FirstLayer:
     """Return the first layer of a checkpoint, run in a dtype; raise `TraceError` if there is none that can be computed."""
+    return FirstLayer(Path(path), dtype)
+
+
+def load_model(path: Path, config: Any, dtype: str, device: str) -> Any:
+    """Return a checkpoint's model of a configuration, in a dtype; raise `TraceError` if it cannot be loaded whole."""
+    import torch
+    from transformers import AutoModel
+
+    try:
+        options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "output_loading_info": True}
+        model, info = AutoModel.from_pretrained(path, local_files_only=True, attn_implementation="sdpa", **options)
+    except Exception as error:  # noqa: BLE001  # whatever an architecture raises
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise TraceError(f"{path}: the model cannot be loaded: {said}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise TraceError(f"{path}: the checkpoint has no {missing[0]}, so nothing can be computed with it")
+    return model.to(device).eval()
+
+
+def read_config(path: Path, *, first_layer_only: bool) -> Any:
+    """Return the configuration of a checkpoint; raise `TraceError` for one with which nothing can be computed."""
     import sys
 
     import torch
 
     if not torch.cuda.is_available():
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # else transformers loads it, for nothing
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it tells of all the weights that are left out
     logging.disable_progress_bar()
-    return FirstLayer(Path(path), dtype)
-
-
-def _config(path: Path) -> Any:
-    """Return the configuration of a checkpoint, cut to its first layer."""
-    from transformers import AutoConfig
-
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         layers = int(config.num_hidden_layers)
@@ -180,10 +184,10 @@ def _config(path: Path) -> Any:
         )
     if any(hasattr(config, name) for name in ("vision_config", "audio_config", "text_config")):
         raise TraceError(f"{path}: a model of more than text: what its first layer gets is not known from tokens")
-    return cut
+    return cut if first_layer_only else config
 
 
-def _of_rank(heads: FloatArray, ranks: Ranks) -> FloatArray:
+def of_rank(heads: FloatArray, ranks: Ranks) -> FloatArray:
     """Return of all heads `[n, heads, dim]` those of a tensor-parallel rank, `[n, heads * dim]`; fewer heads than ranks are shared."""
     total, size = heads.shape[1], max(1, ranks.tp_size)
     each = max(1, total // size)

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import BoolArray, Int64Array
+from ...kernels.arrays import Int64Array
 from ...recorder.state.requests import RequestFacts
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
@@ -212,28 +212,25 @@ class ModelBytes(HistoryCheck):
         ranks, position = self.history.header.ranks, int(one.place[POSITION])
         if len(self._layer.moves) == 2 or one.half not in self._layer.moves:
             token = self._layer.nearest_token(one.half, one.got, position, ranks)
-            if self._is(one, np.array([token]), np.array([position]))[0] and token != one.token:
+            if token != one.token and self._is(one, token, position):
                 return _Explained(
                     f"is that of token {token}, and not of {one.token}, which was fed",
                     Cause("holds_other_token", token=token, expected_token=one.token),
                 )
         if one.half in self._layer.moves:
             near = np.arange(max(0, position - _NEAR), position + _NEAR)
-            near = near[np.argsort(np.abs(near - position), kind="stable")]
-            for part in np.split(near, [64]):
-                fits = np.flatnonzero(self._is(one, np.full(len(part), one.token), part))
-                if len(fits):
-                    return _Explained(
-                        f"of token {one.token} is that of position {part[fits[0]]}, and not of {position}",
-                        Cause("holds_other_position", token=one.token, expected_token=one.token),
-                    )
+            there = self._layer.nearest_position(one.half, one.got, one.token, near, ranks)
+            if self._is(one, one.token, there):
+                return _Explained(
+                    f"of token {one.token} is that of position {there}, and not of {position}",
+                    Cause("holds_other_position", token=one.token, expected_token=one.token),
+                )
         words = f"of token {one.token} is nothing that the model gives: it is off by {one.off:.1%} of the largest value"
         return _Explained(words, Cause("no_token", expected_token=one.token))
 
-    def _is(self, one: _Wrong, tokens: Int64Array, positions: Int64Array) -> BoolArray:
-        expected = self._expected(one.half, tokens, positions, len(one.got))
-        fits: BoolArray = ~expected.differ(np.broadcast_to(one.got, expected.values.shape))
-        return fits
+    def _is(self, one: _Wrong, token: int, position: int) -> bool:
+        expected = self._expected(one.half, np.array([token]), np.array([position]), len(one.got))
+        return not expected.differ(one.got[None])[0]
 
     def _finding(self, members: list[_Wrong], *, explained: bool) -> Finding:
         first, names = members[0], self.history.request_table

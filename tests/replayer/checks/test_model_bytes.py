@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
@@ -15,7 +14,6 @@ from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.model.first_layer import first_layer
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ...support.places import DATA
 
@@ -23,17 +21,6 @@ CLEAN = DATA / "clean_llama.arrow"
 FORWARD = 20
 K, V = 0, 1
 ADAPTER = 0
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The model that data/record.py makes of its seed."""
-    shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
-    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0}
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_hidden_layers=2)).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

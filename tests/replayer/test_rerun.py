@@ -1,0 +1,57 @@
+"""One request computed again: whether the cache, the compute or the input is at fault, on the engine's real bytes."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from kvcanary.replayer.cli.rerun import rerun_command
+
+from ..support.places import DATA
+
+
+def ran(checkpoint, trace, request):
+    """Run the command; return its exit code and what it found."""
+    done = CliRunner().invoke(
+        rerun_command, ["--json", str(DATA / trace), "--request", request, "--model", str(checkpoint)]
+    )
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_a_request_that_hit_the_prefix_cache_is_what_the_model_gives(checkpoint):
+    code, found = ran(checkpoint, "clean_llama.arrow", "late-repeat")
+    assert (code, found["fault"], found["first"]) == (0, "agrees", None)
+    assert (found["tokens"], found["compared"], found["layers"]) == (61, 154, {"0": 154})
+
+
+@pytest.mark.parametrize(
+    ("trace", "request_name", "fault", "forward", "position", "words"),
+    [
+        ("kv_flip.arrow", "long", "cache", 21, 21, "changed after forward 0, without a write"),
+        ("table_swap.arrow", "long", "cache", 18, 40, "the block table has slot 608 there, and had 720"),
+        ("free_too_early.arrow", "short", "cache", 22, 0, "was written since by long, in forward 21"),
+        ("token_swap.arrow", "short", "input", 15, 23, "was fed token 48 at position 23, the request has 490"),
+        ("position_plus_one.arrow", "shared-b", "input", 22, 71, "was given position 72 for position 71"),
+    ],
+)
+def test_what_was_done_to_the_engine_is_named(checkpoint, trace, request_name, fault, forward, position, words):
+    code, found = ran(checkpoint, trace, request_name)
+    first = found["first"]
+    assert (code, found["fault"], first["forward"], first["position"]) == (1, fault, forward, position)
+    assert words in first["words"]
+
+
+def test_weights_that_are_others_are_the_compute_s_fault(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.layers.0.self_attn.v_proj.weight"] *= 2
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    code, found = ran(tmp_path, "clean_llama.arrow", "short")
+    assert (code, found["fault"], found["first"]["half"], found["first"]["layer"]) == (1, "compute", "V", 0)
+
+
+def test_a_request_that_is_not_there_is_said(checkpoint):
+    asked = [str(DATA / "clean_llama.arrow"), "--request", "nobody", "--model", str(checkpoint)]
+    done = CliRunner().invoke(rerun_command, asked)
+    assert done.exit_code == 2 and "no forward of a request nobody" in done.stderr
