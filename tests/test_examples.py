@@ -13,7 +13,8 @@ from .support.places import ROOT
 EXAMPLES = ROOT / "examples"
 # What each prints at least; the bisected engine is run by its page's test (tests/analysis/test_tutorial.py).
 EXPECTED = {
-    "hunt_transformers.py": None,  # an engine for kvcanary hunt, which docs/results/found.md was made with
+    "hunt_transformers.py": None,  # engines for kvcanary hunt, which docs/results/found.md was made with
+    "hunt_vllm.py": None,
     "nano_vllm.py": None,  # an adapter: tests/recorder/test_paged.py runs it
     "record_transformers.py": ["clean: "],
     "triage_notebook.py": ["corrupt 294 violations", "free_too_early", "7f6f6bd2"],

@@ -37,7 +37,6 @@ class HuntResult:
     forwards: int
     reached: dict[str, int]
     incident: dict[str, Any] | None
-    incidents: int
     workload: str
     trace: str
     shrunk_trace: str
@@ -108,7 +107,8 @@ class Hunt:
             run.start()
             assert run.server is not None
             longest, adapters = run.server.describe()
-            self._limits = replace(self._limits, longest=self._longest or longest or _LONGEST, adapters=adapters)
+            self._longest = self._longest or longest
+            self._limits = replace(self._limits, longest=min(self._longest or _LONGEST, _LONGEST), adapters=adapters)
         until = until or time.monotonic() + seconds
         while not (run.damaged or run.failed) and time.monotonic() < until:
             self.state = "asking"
@@ -135,7 +135,7 @@ class Hunt:
         for header in run.headers[:1]:
             self._engines.add(f"{header.engine.name} {header.engine.version}")
             group = header.groups[0]
-            longest = min(self._limits.longest, max(8, group.num_slots * 3 // 4))
+            longest = min(self._longest or _LONGEST, max(8, group.num_slots * 3 // 4))
             self._limits = replace(self._limits, pool=group.num_slots, page=group.page_size, longest=longest)
 
     def _next_aim(self) -> str:
@@ -167,7 +167,7 @@ class Hunt:
             self._doubts.update(dict.fromkeys(run.why_nothing))
 
     def _result(self, found: RecordedRun | None, folder: Path, seconds: float) -> HuntResult:
-        incident, incidents, trace, small = None, 0, "", ""
+        incident, trace, small = None, "", ""
         if found is not None:
             paths = found.corrupt[0]
             trace = str(paths[0])
@@ -176,11 +176,9 @@ class Hunt:
             target = self._folder / SHRUNK_TRACE
             try:
                 incident, small = shrink(paths, target, seconds=60).incident, str(target)
-                incidents = 1
             except NothingToShrinkError as error:
                 self._doubts[str(error)] = None
-                rows = show(paths).incidents
-                incident, incidents = (rows[0] if rows else None), len(rows)
+                incident = next(iter(show(paths).incidents), None)
         codes = [_EXIT_CODES[verdict] for verdict in self._verdicts] if self._forwards else [125]
         return HuntResult(
             exit_code=1 if found is not None else combined_exit_code(codes or [125]),
@@ -192,7 +190,6 @@ class Hunt:
             forwards=self._forwards,
             reached={path: self.coverage.reached[path] for path in PATHS},
             incident=incident,
-            incidents=incidents,
             workload=str(folder / WORKLOAD_NAME),
             trace=trace,
             shrunk_trace=small,

@@ -9,12 +9,11 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import AnalysisError
 from ..shrink.proof import show
 from ..shrink.search import leave_out
 from ..shrink.shrink import NothingToShrinkError
 from .coverage import Coverage
-from .run import Plan, RecordedRun
+from .run import EngineError, Plan, RecordedRun
 from .workload import Step, shape
 
 _ONE_RUN_S: Final = 3600.0
@@ -68,6 +67,8 @@ class Reduction:
                 self.shown[1] += 1
         except TimeoutError:
             self.stopped = "the time was over"
+        except EngineError as error:  # what was found before stands
+            self.stopped = str(error)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
 
@@ -106,6 +107,7 @@ class Reduction:
         self.runs += 1
         self.told(self)
         place = self.folder / f"run-{self.runs:04}"
+        shutil.rmtree(place, ignore_errors=True)  # of an earlier search
         with RecordedRun(self.plan, place, Coverage()) as run:
             if not self.plan.script:
                 run.start()
@@ -114,9 +116,8 @@ class Reduction:
             run.drive(steps, time.monotonic() + _ONE_RUN_S)
             run.end()
             if not run.forwards and (run.failed or self.runs == 1):
-                raise AnalysisError(
-                    f"{place}: {run.failed or 'the engine recorded nothing'}; {'; '.join(run.why_nothing)}"
-                )
+                why = "; ".join(run.why_nothing)
+                raise EngineError(f"{place}: {run.failed or 'the engine recorded nothing'}; {why}")
             rows = [row for paths in run.corrupt for row in show(paths).incidents]
         if not self.wanted and 0 < incident <= len(rows):
             self.wanted = rows[incident - 1]

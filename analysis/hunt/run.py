@@ -118,16 +118,16 @@ class RecordedRun:
             asker = Asker(self.server, steps, self._pause)
         self._moved = time.monotonic()
         while not self._ended() and not (asker is not None and asker.done):
-            if not self._judge():
-                time.sleep(_IDLE_S)
+            moved = self._judge()
             until = min(until, time.monotonic() + _MORE_S) if self.damaged else until
-            patience = self._plan.patience_s if self.headers else self._plan.start_s
-            if time.monotonic() > min(until, self._moved + patience):
-                stands = time.monotonic() <= until
-                self.failed = (
-                    f"the engine stood still: no forward for {patience:.0f} s, with requests" if stands else ""
-                )
+            if time.monotonic() > until:
                 break
+            patience = self._plan.patience_s if self.headers else self._plan.start_s
+            if not moved and time.monotonic() > self._moved + patience:
+                self.failed = f"the engine stood still: no forward for {patience:.0f} s, with requests"
+                break
+            if not moved:
+                time.sleep(_IDLE_S)
         if asker is not None:
             asker.stop()
             self.counts += asker.counts
@@ -223,6 +223,7 @@ class RecordedRun:
         if one is None:
             return
         if what == "begun":
+            self._moved = time.monotonic()
             self.headers.append(one.run.summary.header)
             one.run.on_batch = lambda batch: self._taken(one.trace_id, batch)
         self.damaged |= what == "damage"

@@ -4,6 +4,7 @@ kvcanary hunt --script -- .venv/bin/python tests/corpus/hunted.py transformers s
 kvcanary hunt -- .venv-sglang/bin/python tests/corpus/hunted.py sglang given_back_twice --model-path ... --port 30000
 """
 
+import json
 import os
 import sys
 from importlib import import_module
@@ -28,6 +29,18 @@ def transformers(name: str) -> None:
     import_module("hunt_transformers").main()
 
 
+def vllm(name: str) -> None:
+    """Run the example's script."""
+    sys.path[:0] = [str(HERE.parents[1] / "examples"), str(HERE.parent / "conformance" / "vllm")]
+    example = import_module("hunt_vllm")
+    import_module("engine").import_engine()
+    from kvcanary.recorder.engines.vllm import hooks
+
+    hooks.install()  # before the bug, as in the corpus
+    patched("vllm", name)
+    example.main(sys.argv[3], **json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}"))
+
+
 def sglang(name: str) -> None:
     """Start a server, whose processes are forked from this one."""
     sys.path.insert(0, str(HERE.parent / "conformance" / "sglang"))
@@ -44,4 +57,4 @@ def sglang(name: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    {"transformers": transformers, "sglang": sglang}[sys.argv[1]](sys.argv[2])
+    {"transformers": transformers, "vllm": vllm, "sglang": sglang}[sys.argv[1]](sys.argv[2])
