@@ -15,6 +15,7 @@ from typing import Any, Final
 from ..errors import TraceError
 from ..trace.files import recording_path
 from ..trace.inspect import inspect_trace
+from .environment import read_environment
 
 Stamps = dict[Path, tuple[int, int]]
 
@@ -114,6 +115,10 @@ _NO_START: Final = (
 
 def why_nothing(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return what may have kept an engine from recording, each with the way out."""
+    settings = read_environment(environ)
+    if settings is not None and not settings.server_chosen:
+        share = f"{settings.sample_servers:.6%} of fleet {settings.fleet!r}"
+        return [f"server {settings.server_name} is not one of the {share} that record (KVCANARY_SAMPLE_SERVERS)"]
     python = _python_of(command, environ)
     if python is None:
         return [_NO_PYTHON.format(command[0])]
@@ -128,6 +133,10 @@ def why_nothing(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
     if not engines:
         return [_NO_ENGINE.format(python)]
     reasons = []
+    if settings is not None and settings.in_windows:
+        reasons.append(
+            "no window that is recorded came while it worked, or the day's bytes are spent (KVCANARY_SAMPLE_WINDOWS, KVCANARY_BYTES_A_DAY)"
+        )
     for engine in engines:
         group, variable = ENGINES[engine]
         wanted = environ.get(variable)

@@ -40,6 +40,18 @@ def fake_python(folder: Path, versions: dict[str, str | None], plugins: dict[str
             {"SGLANG_PLUGINS": "a, kvcanary"},
             "in lines that begin with kvcanary",
         ),
+        (
+            {"kvcanary": "0.1", "sglang": "0.5.23"},
+            {"sglang.srt.plugins": ["kvcanary"]},
+            {"KVCANARY_TRACE": "/t", "KVCANARY_SAMPLE_WINDOWS": "1%"},
+            "no window that is recorded came",
+        ),
+        (
+            {},
+            {},
+            {"KVCANARY_TRACE": "/t", "KVCANARY_SAMPLE_SERVERS": "0%", "KVCANARY_SERVER": "gpu-3"},
+            "server gpu-3 is not one of the",
+        ),
     ],
 )
 @pytest.mark.parametrize("script", [False, True])
