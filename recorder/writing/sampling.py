@@ -83,32 +83,17 @@ class Sampler:
         self._until = 0.0  # recorded for an incident
         self._said_spent = ""
         self._lock = threading.Lock()
-        self._ends = threading.Event()
         self.wanted = False
         self.reason = "window"
 
     def start(self) -> None:
-        """Look once, and go on in a thread; a second call does nothing. A process that has no more threads records nothing."""
-        if self._ends.is_set() or self.thread_is_alive:
-            return
+        """Look once, and go on in a thread; a process that has no more threads records nothing."""
         self.look(time.time())
-        self._thread = threading.Thread(target=self._run, name="kvcanary-sampler", daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name="kvcanary-sampler", daemon=True).start()
         except RuntimeError as error:
             self.wanted = False
             _log.error("kvcanary: not recording: no thread for the sampler: %s", error)
-
-    @property
-    def thread_is_alive(self) -> bool:
-        """Whether `start` was called."""
-        thread: threading.Thread | None = getattr(self, "_thread", None)
-        return thread is not None and thread.is_alive()
-
-    def close(self) -> None:
-        """Look no more, and want nothing."""
-        self._ends.set()
-        self.wanted = False
 
     def begun(self, recorder: Any) -> None:
         """Count what a recorder writes from now on, and know its recording."""
@@ -117,16 +102,14 @@ class Sampler:
             self._open[getattr(recorder, "recorder", recorder).outbox.writer] = 0
 
     def _run(self) -> None:
-        while not self._ends.is_set():
-            now = time.time()
-            window = self._settings.window_seconds
+        window = self._settings.window_seconds
+        while True:
             # At a window's beginning by the clock, so that the processes of a server begin together.
-            self._ends.wait(min(LOOK_SECONDS, window - now % window))
+            time.sleep(min(LOOK_SECONDS, window - time.time() % window))
             try:
                 self.look(time.time())
             except Exception:  # noqa: BLE001  # the engine goes on, and so does a recording under way
                 _log.exception("kvcanary: the sampler failed; it tries again")
-                self._ends.wait(LOOK_SECONDS)
 
     def look(self, now: float) -> None:
         """Find out what is wanted at a time, in seconds since 1970."""
@@ -147,7 +130,7 @@ class Sampler:
             limit = f"{settings.bytes_a_day / (1 << 20):g} MiB"
             _log.warning("kvcanary: nothing more is recorded today: %s a day are spent (bytes_a_day)", limit)
         self.reason = "window" if chosen else "incident"
-        self.wanted = (chosen or now < self._until) and not spent and not self._ends.is_set()
+        self.wanted = (chosen or now < self._until) and not spent
 
     def _spent(self, today: str) -> bool:
         """Count what was written since the last look; say whether the day's budget is spent."""
