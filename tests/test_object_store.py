@@ -150,6 +150,8 @@ def test_reports_there_are_asked_as_here(
         assert (done.returncode, said in done.stdout) == (0, True), done.stderr
     assert run("collect", report, "s3://direct/table").returncode == 0
     assert run("collect", "s3://direct/traces", "s3://direct/table").returncode == 0
+    made = run("fleet", "page", "s3://direct/table", "-o", tmp_path / "fleet.html")
+    assert (made.returncode, "s3://direct/table" in (tmp_path / "fleet.html").read_text()) == (0, True), made.stderr
     done = run("sql", "s3://direct/table", "select kind, node, reports from kinds_by_node", "--json")
     assert json.loads(done.stdout) == [{"kind": "free_too_early", "node": "traces", "reports": 1}], done.stderr
     for already in (0, 1):  # a fleet's: all of it there, and once
