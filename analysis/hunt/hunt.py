@@ -116,9 +116,9 @@ class Hunt:
             run.drive(self._workload or self._rounds(), until)
             if self._plan.script or self._workload:
                 break
-            self._learn(run)
-            if not run.headers:
+            if not run.is_recorded():
                 break
+            self._learn(run)
         return until
 
     def _rounds(self) -> list[Step]:

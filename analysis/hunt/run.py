@@ -29,6 +29,7 @@ WORKLOAD_NAME: Final = "workload.jsonl"
 LOG_NAME: Final = "engine.log"
 _END_S: Final = 30.0  # for an engine that is asked to end
 _MORE_S: Final = 3.0  # of evidence behind the first damage
+_BEGINS_S: Final = 15.0
 _LOOK_S: Final = 0.5
 _IDLE_S: Final = 0.05
 # What vLLM needs to have its prefix cache emptied.
@@ -132,6 +133,14 @@ class RecordedRun:
             asker.stop()
             self.counts += asker.counts
             self.refusal = self.refusal or asker.refusal
+
+    def is_recorded(self) -> bool:
+        """Whether a recording has begun, which shows a moment after the first forward."""
+        until = time.monotonic() + _BEGINS_S
+        while not self.headers and time.monotonic() < until:
+            self._judge()
+            time.sleep(_IDLE_S)
+        return bool(self.headers)
 
     def end(self) -> None:
         """End the engine, and judge its recordings to their end."""

@@ -1,10 +1,12 @@
 """Hunting: the same requests for a seed, judged as they are recorded; what showed it made smaller; no engine needed for it."""
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,10 +17,11 @@ from kvcanary.cli import main
 from kvcanary.recorder.trace.reader import TraceReader
 
 from ...support.places import DATA
+from .served import Engine
 
 LIMITS = Limits(pool=400, longest=200, vocabulary=500, page=16, adapters=("tuned",), jitter_ms=20)
 BAD, CLEAN = DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"
-STEPS = [Step(do="ask", at_ms=n, name=f"r{n}", prompt=[3, 4, 5, 6], max_tokens=2) for n in range(4)]
+STEPS = [Step(do="ask", at_ms=n, name=f"r{n}", prompt=[3, 4, 5, 6], max_tokens=1) for n in range(4)]
 
 
 def test_a_seed_gives_the_same_requests_and_an_aim_what_leads_there(tmp_path):
@@ -66,47 +69,6 @@ def test_which_paths_a_recording_reached(trace, reached):
     assert coverage.has_history and ("eagle" not in trace or coverage.reached["draft_reject"] > 10)
 
 
-class Engine(BaseHTTPRequestHandler):
-    """Answers as vLLM does: with as many tokens as are asked for, one every few milliseconds if they are streamed."""
-
-    asked: list[tuple[str, dict]] = []  # noqa: RUF012
-
-    def do_GET(self):
-        models = [
-            {"id": "m", "owned_by": "vllm", "max_model_len": 99},
-            {"id": "tuned", "owned_by": "vllm", "parent": "m"},
-        ]
-        self.answer(json.dumps({"data": models}).encode())
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append((self.path, body))
-        if len(body.get("prompt", ())) > 50:
-            self.answer(b"too long", 400)
-            return
-        if not body.get("stream"):
-            self.answer(json.dumps({"choices": [{"token_ids": [7] * body.get("max_tokens", 0)}]}).encode())
-            return
-        self.send_response(200)
-        self.end_headers()
-        for sent in range(body["max_tokens"]):
-            time.sleep(0.003)
-            try:
-                self.wfile.write(b"data: {}\n\n")
-            except OSError:
-                self.asked.append(("left after", {"sent": sent}))
-                return
-
-    def answer(self, body, code=200):
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
     Engine.asked.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as httpd:
@@ -133,6 +95,20 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
         bodies[3, 4, 7, 7, 7, 5]["model"] == "tuned" and bodies[3, 4]["model"] == "m"
     )  # behind prompt and answer of a
     assert [path for path, _ in Engine.asked if path == "/reset_prefix_cache"]
+
+
+def test_a_server_is_started_asked_judged_and_ended(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), None) as free:
+        port = free.server_port
+    engine = [sys.executable, Path(__file__).with_name("served.py"), "--port", port]
+    words = ("hunt", "--json", "--jitter", 5, "--minutes", 0.02)
+    clean = run(*words, "-o", tmp_path / "a", "--", *engine, CLEAN)
+    result = json.loads(clean.stdout)
+    assert clean.exit_code == 0 and result["requests"]["answered"] and result["rounds"], clean.output
+    bad = run(*words, "-o", tmp_path / "b", "--", *engine, BAD)
+    assert bad.exit_code == 1 and json.loads(bad.stdout)["incident"]["kind"] == "kv_changed"
+    gone = run(*words, "-o", tmp_path / "c", "--", sys.executable, "-c", "")
+    assert gone.exit_code == 2 and "ended with 0 before it was ready" in gone.output
 
 
 def run(*words):
