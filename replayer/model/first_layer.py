@@ -3,6 +3,9 @@
 What rounding does to a token's K and V is not guessed: they are computed twice, in float32 and in the engine's dtype.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -138,7 +141,21 @@ class FirstLayer:
 @lru_cache(maxsize=1)
 def first_layer(path: str, dtype: str) -> FirstLayer:
     """Return the first layer of a checkpoint, run in a dtype; raise `TraceError` if there is none that can be computed."""
-    return FirstLayer(Path(path), dtype)
+    with without_triton():
+        return FirstLayer(Path(path), dtype)
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Let nothing load triton that has not been loaded: transformers does, on the CPU too, and it ends with a list of leaks."""
+    there = "triton" in sys.modules
+    if not there:
+        sys.modules["triton"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if not there:
+            del sys.modules["triton"]
 
 
 def load_model(path: Path, config: Any, dtype: str, device: str) -> Any:
@@ -159,12 +176,6 @@ def load_model(path: Path, config: Any, dtype: str, device: str) -> Any:
 
 def read_config(path: Path, *, first_layer_only: bool) -> Any:
     """Return the configuration of a checkpoint; raise `TraceError` for one with which nothing can be computed."""
-    import sys
-
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # else transformers loads it, for nothing
     from transformers import AutoConfig
     from transformers.utils import logging
 

@@ -3,51 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.layers import watched_bytes
-from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.errors import TraceError
-from ...recorder.state.apply import RecordedState, WriteStep
-from ...recorder.state.forward import Forward
-from ...recorder.state.pools import GroupPool
 from ...recorder.trace.header import KvStream, Ranks, TraceHeader
-from ...recorder.trace.reader import TraceGap
 from ..run.streams import SegmentStream
-from .first_layer import COARSE, LEAST, NOISE, FloatArray, load_model, of_rank, read_config
+from .first_layer import COARSE, LEAST, NOISE, FloatArray, load_model, of_rank, read_config, without_triton
+from .request_walk import RequestWalk, Seen
 from .written import ROUNDING, float_values
 
-_TOKEN, _POSITION = 0, 1  # words of a record
 AGREES, CACHE, COMPUTE, INPUT = "agrees", "cache", "compute", "input"
-
-
-class Seen(NamedTuple):
-    """Slots of a request that a forward read for the first time so, or wrote: all `[n]`, `data` by stream `[n, width]`.
-
-    `changed` says by stream whose bytes are others than when the request last read or wrote them, without a write. `writers` `[n, 3]` are event, forward and request id of who wrote each slot last, `records` `[n, 2]` token and position there.
-    """
-
-    event: int
-    forward: int
-    wrote: bool
-    group: int
-    positions: Int64Array
-    slots: Int64Array
-    writers: Int64Array
-    records: Int64Array
-    data: list[ByteArray]
-    changed: list[BoolArray]
-
-
-class _Held(NamedTuple):
-    """What a request was last seen to have at each position, in one group."""
-
-    slots: Int64Array
-    events: Int64Array
-    data: list[ByteArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,140 +51,6 @@ class Rerun:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
-
-
-class RequestWalk(RecordedState):
-    """Follows one request of the target through a trace: what it read, what it wrote, and its tokens."""
-
-    def __init__(self, header: TraceHeader, request: str) -> None:
-        super().__init__(header)
-        self.request, self.request_id = request, -1
-        self.seen: list[Seen] = []
-        self.fed: dict[int, int] = {}
-        self.wrong_inputs: list[
-            tuple[int, int, int, int]
-        ] = []  # event, forward, position, and the position that was fed
-        self.truth = np.empty(0, np.int64)
-        self.forwards = 0
-        self._held: dict[int, _Held] = {}
-
-    def walk(self, paths: Sequence[Path], on_batch: Callable[[int], None] = lambda _: None) -> None:
-        """Read a trace to its end; raise `TraceError` if nobody of that name ran in it."""
-        stream = SegmentStream(paths)
-        for item in stream.stream():
-            if isinstance(item, TraceGap):
-                self.forget()
-                continue
-            for view in item:
-                self.apply(view)
-                if view.kind == "request" and self.request in (
-                    str(view.scalar("name")),
-                    str(view.scalar("request_id")),
-                ):
-                    self.request_id = int(view.scalar("request_id"))
-            on_batch(item.end_byte)
-        if not self.forwards:
-            raise TraceError(
-                f"{paths[0]}: no forward of a request {self.request}; kvcanary sql names those that there are"
-            )
-
-    def _store_bytes(self, steps: list[WriteStep], forward: Forward) -> None:
-        mine = [r for r in range(len(forward.request_ids)) if self._is_mine(forward, r)] if forward.runner == 0 else []
-        for step in steps if mine else ():
-            self._read(step.pool, forward, mine[0])
-        super()._store_bytes(steps, forward)
-        for step in steps if mine else ():
-            self._wrote(step, forward, mine[0])
-        if mine:
-            self._inputs(forward, mine[0], steps[0].write_plan.offsets)
-            self.forwards += 1
-
-    def _is_mine(self, forward: Forward, r: int) -> bool:
-        request = int(forward.request_ids[r])
-        return forward.req_pool_indices[r] != 0 and (request == self.request_id or str(request) == self.request)
-
-    def _read(self, pool: GroupPool, forward: Forward, r: int) -> None:
-        """Take note of what is other than it was when this request last had it."""
-        group, row, prefix = pool.group, int(forward.req_pool_indices[r]), int(forward.prefix_lens[r])
-        first = max(0, prefix - group.window) if group.window else 0
-        slots = self.tables.req_to_token[group.table][row, first:prefix].astype(np.int64)
-        if group.lut >= 0:
-            lut = self.tables.luts[group.lut]
-            slots = np.where((slots >= 0) & (slots < len(lut)), lut[np.clip(slots, 0, len(lut) - 1)], 0)
-        positions = np.arange(first, first + len(slots))
-        inside = (slots > 0) & (slots < pool.num_slots)
-        inside[inside] &= ~pool.pool.unknown[slots[inside]]
-        self._note(pool, forward, r, positions[inside], slots[inside], wrote=False)
-
-    def _wrote(self, step: WriteStep, forward: Forward, r: int) -> None:
-        begin, end = step.write_plan.offsets[r : r + 2].tolist()
-        slots = step.slots[begin:end]
-        positions = int(forward.prefix_lens[r]) + np.arange(end - begin)
-        inside = (slots > 0) & (slots < step.pool.num_slots)
-        self._note(step.pool, forward, r, positions[inside], slots[inside], wrote=True)
-
-    def _note(
-        self, pool: GroupPool, forward: Forward, r: int, positions: Int64Array, slots: Int64Array, *, wrote: bool
-    ) -> None:
-        if not len(positions):
-            return
-        writers, data = pool.last_writers(slots), [kv[slots] for kv in pool.pool.kv]
-        if wrote:
-            writers[:] = forward.event, forward.forward, forward.request_ids[r]
-        held = self._room(pool, int(positions.max()) + 1)
-        new = np.ones(len(slots), np.bool_)
-        if not wrote:
-            new = (held.slots[positions] != slots) | (held.events[positions] != writers[:, 0])
-        differ = [(have[positions] != now).any(axis=1) for have, now in zip(held.data, data, strict=True)]
-        changed = [~new & one & now.any(axis=1) for one, now in zip(differ, data, strict=True)]  # zeros: nobody knows
-        new = np.logical_or.reduce([new, *changed])
-        held.slots[positions], held.events[positions] = slots, writers[:, 0]
-        for have, now in zip(held.data, data, strict=True):
-            have[positions] = now
-        if new.any():
-            records = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[new]][:, :2].copy()
-            parts = [now[new] for now in data], [one[new] for one in changed]
-            place = positions[new], slots[new], writers[new], records, *parts
-            self.seen.append(Seen(forward.event, forward.forward, wrote, pool.index, *place))
-
-    def _room(self, pool: GroupPool, size: int) -> _Held:
-        held = self._held.get(pool.index)
-        if held is None or len(held.slots) < size:
-            more = 2 * size
-            new = _Held(
-                np.zeros(more, np.int64),
-                np.full(more, -2),
-                [np.zeros((more, kv.shape[1]), np.uint8) for kv in pool.pool.kv],
-            )
-            if held is not None:
-                count = len(held.slots)
-                new.slots[:count], new.events[:count] = held.slots, held.events
-                for have, take in zip(held.data, new.data, strict=True):
-                    take[:count] = have
-            held = self._held[pool.index] = new
-        return held
-
-    def _inputs(self, forward: Forward, r: int, offsets: Int64Array) -> None:
-        begin, end = offsets[r : r + 2].tolist()
-        prefix = int(forward.prefix_lens[r])
-        self.fed.update(zip(range(prefix, prefix + end - begin), forward.input_ids[begin:end].tolist(), strict=True))
-        fed = forward.positions[begin:end]
-        for at in np.flatnonzero(fed != prefix + np.arange(end - begin))[:1].tolist():
-            self.wrong_inputs.append((forward.event, forward.forward, prefix + at, int(fed[at])))
-        if self.tables.truth is not None and forward.truth_lens is not None:
-            known = self.tables.truth[int(forward.req_pool_indices[r]), : int(forward.truth_lens[r])].astype(np.int64)
-            self.truth = known if len(known) >= len(self.truth) else self.truth
-
-    def tokens(self) -> Int64Array:
-        """Return the request's tokens as far as its KV went: what its scheduler said, else what was fed."""
-        size = max(self.fed, default=-1) + 1
-        tokens = np.full(size, UNKNOWN_TOKEN, np.int64)
-        for position, token in self.fed.items():
-            tokens[position] = token
-        known = min(size, len(self.truth))
-        tokens[:known] = np.where(self.truth[:known] >= 0, self.truth[:known], tokens[:known])
-        unknown = np.flatnonzero(tokens < 0)
-        return tokens[: int(unknown[0])] if len(unknown) else tokens
 
 
 class Model:
@@ -285,8 +120,9 @@ def rerun(
     short = max(walk.fed) + 1 - len(tokens)
     if short:
         found.not_compared.append(f"{short:,} positions from {len(tokens):,} on: a token before them is unknown")
-    computed = Model(model, header.model.dtype)
-    computed.compute(tokens)
+    with without_triton():
+        computed = Model(model, header.model.dtype)
+        computed.compute(tokens)
     wrong = [one for seen in walk.seen for one in _compare(seen, header, computed, len(tokens), found)]
     found.differing = len(wrong)
     if wrong:
