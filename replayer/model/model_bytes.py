@@ -33,7 +33,7 @@ from .written import (
 )
 
 _MOST_KEPT: Final = 1 << 16
-_TRIED: Final = 16  # of many that are wrong, to see whether the model explains them
+_TRIED: Final = 8  # of many that are wrong, to see whether the model explains them
 _NEAR: Final = 256  # positions before and after
 _LEFT_OUT: Final = "an adapter, media, an unknown token, padding, or no bytes"
 _ADAPTER, _WEIGHTS, _MEDIA = (IDENTITY_KINDS.index(kind) for kind in ("adapter", "weights", "media"))
