@@ -132,13 +132,13 @@ def test_the_driver_is_killed_and_run_again(kind: str, traces: Path, tmp_path: P
     workers: list[int] = []
 
     def kill() -> None:
-        workers.extend(_forked(process.pid))
+        workers.extend(tasks_of_ray(process.pid) if kind == "ray" else _forked(process.pid))
         process.kill()
 
     in_the_middle(process, tmp_path, kill)
     process.communicate()
-    deadline = time.monotonic() + 300  # Ray takes its time
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):  # nobody is left behind
+    deadline = time.monotonic() + 300
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):  # nobody is left at work
         assert time.monotonic() < deadline
         time.sleep(0.1)
     before = done(tmp_path)
