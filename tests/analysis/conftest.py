@@ -1,5 +1,6 @@
 """Traces for the analysis tests: recorded once by the simulated engine, replayed once."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -35,16 +36,30 @@ def pair(tmp_path_factory):
     return folder / "prefill.arrow", folder / "decode.arrow"
 
 
+@pytest.fixture(scope="session")
+def replayed(tmp_path_factory):
+    """A folder with a trace of data/ and the report on it, made once."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        made = tmp_path_factory.mktemp("replayed")
+        trace = shutil.copy(DATA / f"{name}.arrow", made)
+        (made / f"{name}.report").mkdir()
+        replay(trace, settings=ReplaySettings(), report=made / f"{name}.report")
+        return made
+
+    return make
+
+
 @pytest.fixture
-def report(tmp_path):
-    """Makes a report of a trace in data/, both copied to a folder of the test's own."""
+def report(tmp_path, replayed):
+    """Makes a report of a trace in data/, both in a folder of the test's own, as if it had been replayed there."""
 
     def make(name: str) -> Path:
-        trace = tmp_path / f"{name}.arrow"
-        shutil.copy(DATA / trace.name, trace)
-        folder = tmp_path / f"{name}.report"
-        folder.mkdir()
-        replay(trace, settings=ReplaySettings(), report=folder)
+        made, folder = replayed(name), tmp_path / f"{name}.report"
+        shutil.copytree(made, tmp_path, copy_function=shutil.copy, dirs_exist_ok=True)
+        summary = folder / "summary.json"
+        summary.write_text(summary.read_text().replace(str(made), str(tmp_path)))
         return folder
 
     return make
