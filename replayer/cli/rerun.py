@@ -83,4 +83,7 @@ def _show(found: Rerun) -> None:
     say(f"{found.fault.upper():9} {first.words}", "bold red")
     place = f"forward {first.forward:,}, layer {first.layer}, position {first.position:,}, {first.half} in slot {first.slot:,}"
     say(f"first     {place}: off by {first.off:.1%} of the largest value")
+    if found.warm is not None:
+        same = "as many" if found.warm == found.differing else f"{found.warm:,}"
+        say(f"warm      {same} differ if it is computed in the chunks in which it came, prefixes in theirs")
     say(f"spread    {found.differing:,} of {found.compared:,} pieces differ")

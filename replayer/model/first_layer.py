@@ -203,4 +203,6 @@ def of_rank(heads: FloatArray, ranks: Ranks) -> FloatArray:
     total, size = heads.shape[1], max(1, ranks.tp_size)
     each = max(1, total // size)
     first = ranks.tp_rank * total // size
+    if not 0 <= first < total:
+        raise TraceError(f"the trace is of rank {ranks.tp_rank} of {size}, expected 0 to {size - 1}")
     return heads[:, first : first + each].reshape(len(heads), -1)

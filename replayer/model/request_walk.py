@@ -110,8 +110,11 @@ class RequestWalk(RecordedState):
         begin, end = step.write_plan.offsets[r : r + 2].tolist()
         slots = step.slots[begin:end]
         positions = int(forward.prefix_lens[r]) + np.arange(end - begin)
-        inside = (slots > 0) & (slots < step.pool.num_slots)
+        inside = (slots > 0) & (slots < step.pool.num_slots) & (positions < self._width(step.pool))
         self._note(step.pool, forward, r, positions[inside], slots[inside], wrote=True)
+
+    def _width(self, pool: GroupPool) -> int:
+        return self.header.tables[pool.group.table].width
 
     def _note(
         self, pool: GroupPool, forward: Forward, r: int, positions: Int64Array, slots: Int64Array, *, wrote: bool
@@ -165,12 +168,22 @@ class RequestWalk(RecordedState):
             known = self.tables.truth[int(forward.req_pool_indices[r]), : int(forward.truth_lens[r])].astype(np.int64)
             self.truth = known if len(known) >= len(self.truth) else self.truth
 
+    def starts(self, size: int) -> Int64Array:
+        """Return where the chunks begin in which a request's first `size` positions were computed, 0 first."""
+        events = np.full(size, -1, np.int64)
+        for seen in reversed(self.seen):  # the first sight of each
+            if seen.group == self.seen[0].group:
+                inside = seen.positions < size
+                events[seen.positions[inside]] = seen.writers[inside, 0]
+        return np.append(0, np.flatnonzero(np.diff(events)) + 1)
+
     def tokens(self) -> Int64Array:
         """Return the request's tokens as far as its KV went: what its scheduler said, else what was fed."""
-        size = max(self.fed, default=-1) + 1
+        size = min(max(self.fed, default=-1) + 1, self.header.tables[0].width)
         tokens = np.full(size, UNKNOWN_TOKEN, np.int64)
         for position, token in self.fed.items():
-            tokens[position] = token
+            if position < size:
+                tokens[position] = token
         known = min(size, len(self.truth))
         tokens[:known] = np.where(self.truth[:known] >= 0, self.truth[:known], tokens[:known])
         unknown = np.flatnonzero(tokens < 0)

@@ -9,14 +9,14 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.layers import watched_bytes
-from ...recorder.errors import TraceError
+from ...recorder.errors import TraceError, first_line
 from ...recorder.trace.header import KvStream, Ranks, TraceHeader
 from ..run.streams import SegmentStream
 from .first_layer import COARSE, LEAST, NOISE, FloatArray, load_model, of_rank, read_config, without_triton
 from .request_walk import RequestWalk, Seen
 from .written import ROUNDING, float_values
 
-AGREES, CACHE, COMPUTE, INPUT = "agrees", "cache", "compute", "input"
+AGREES, CACHE, COMPUTE, ORDER, INPUT = "agrees", "cache", "compute", "order", "input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,11 @@ class Differs:
 
 @dataclass(slots=True, kw_only=True)
 class Rerun:
-    """What came of it: `fault` is "agrees", "cache", "compute" or "input"; `compared` counts pieces of slots, by layer in `layers`."""
+    """What came of it: `fault` is "agrees", "cache", "compute", "order" or "input"; `compared` counts pieces of slots, by layer in `layers`.
+
+    `warm`: how many differ if the model computes in the chunks in which the engine did, prefixes of others in theirs; None if
+    nobody asked. If none does, what is in the cache follows from the order in which things came.
+    """
 
     request: str
     tokens: int
@@ -46,6 +50,7 @@ class Rerun:
     layers: dict[int, int] = field(default_factory=dict)
     fault: str = AGREES
     first: Differs | None = None
+    warm: int | None = None
     not_compared: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,18 +79,24 @@ class Model:
         self.layers: list[dict[str, tuple[Any, Any]]] = []
         self._rows: dict[tuple[int, str], tuple[FloatArray, FloatArray]] = {}
 
-    def compute(self, tokens: Int64Array) -> None:
-        """Compute a request from its tokens `[n]`: `layers` then has float32 and low, `[n, heads, dim]` each, by half."""
+    def compute(self, tokens: Int64Array, starts: Int64Array) -> None:
+        """Compute a request from its tokens `[n]`, in chunks that begin at `starts`, 0 among them: `layers` then has float32
+        and low, `[n, heads, dim]` each, by half.
+        """
         import torch
         from transformers import DynamicCache
 
-        ids = torch.from_numpy(tokens)[None].to(self.device)
         found = []
-        with torch.inference_mode():
-            for model in self._models:
-                cache = DynamicCache()
-                model(input_ids=ids, past_key_values=cache, use_cache=True)
-                found.append([(layer.keys, layer.values) for layer in cache.layers])
+        try:
+            with torch.inference_mode():
+                for model in self._models:
+                    cache = DynamicCache()
+                    for chunk in np.split(tokens, starts[1:]):
+                        ids = torch.from_numpy(chunk)[None].to(self.device)
+                        model(input_ids=ids, past_key_values=cache, use_cache=True)
+                    found.append([(layer.keys, layer.values) for layer in cache.layers])
+        except Exception as error:  # noqa: BLE001  # a token that the model has not, too little memory
+            raise TraceError(f"the model cannot compute the request: {first_line(error)}") from None
         self._rows.clear()
         self.layers = [
             {half: (full[at][0].transpose(0, 1), low[at][0].transpose(0, 1)) for at, half in enumerate("KV")}
@@ -122,7 +133,7 @@ def rerun(
         found.not_compared.append(f"{short:,} positions from {len(tokens):,} on: a token before them is unknown")
     with without_triton():
         computed = Model(model, header.model.dtype)
-        computed.compute(tokens)
+        computed.compute(tokens, np.zeros(1, np.int64))
     wrong = [one for seen in walk.seen for one in _compare(seen, header, computed, len(tokens), found)]
     found.differing = len(wrong)
     if wrong:
@@ -130,6 +141,12 @@ def rerun(
         first, seen, at = min(wrong, key=lambda one: (one[0].event, one[1].wrote, one[0].layer, one[0].position))
         found.fault, words = _fault(walk, seen, at, tokens)
         found.first = replace(first, words=words)
+        if found.fault == COMPUTE:
+            computed.compute(tokens, walk.starts(len(tokens)))
+            counts = Rerun(request="", tokens=0, forwards=0)
+            found.warm = sum(len(_compare(seen, header, computed, len(tokens), counts)) for seen in walk.seen)
+            if not found.warm:
+                found.fault = ORDER
     return found
 
 

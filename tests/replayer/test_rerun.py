@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from kvcanary.recorder.trace.header import Ranks
 from kvcanary.replayer.cli.rerun import rerun_command
+from kvcanary.replayer.model.rerun import Model
 
 from ..support.places import DATA
 
@@ -49,6 +52,22 @@ def test_weights_that_are_others_are_the_compute_s_fault(checkpoint, tmp_path):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     code, found = ran(tmp_path, "clean_llama.arrow", "short")
     assert (code, found["fault"], found["first"]["half"], found["first"]["layer"]) == (1, "compute", "V", 0)
+    assert found["warm"] == found["differing"] > 40
+
+
+def test_chunks_matter_where_the_rotary_embedding_goes_by_the_length(checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope, "max_position_embeddings": 16}))
+    (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    tokens, off = np.arange(3, 51), {}
+    for folder in (checkpoint, tmp_path):
+        model = Model(folder, "float32")
+        model.compute(tokens, np.array([0]))
+        cold, tolerance = model.rows(0, "K", Ranks())
+        model.compute(tokens, np.array([0, 12, 20]))
+        off[folder] = (np.abs(model.rows(0, "K", Ranks())[0] - cold).max(axis=1) > tolerance).any()
+    assert off == {checkpoint: False, tmp_path: True}
 
 
 def test_a_request_that_is_not_there_is_said(checkpoint):
