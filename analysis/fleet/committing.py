@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ...recorder.cli.program import error_facts, unforeseen
 from ...recorder.files import partial_path
-from ...recorder.remote import RemotePath
+from ...recorder.remote import RemotePath, as_path
 from ...replayer.report.report import STRETCH_PREFIX, SUMMARY_NAME, write_summary
 from ...replayer.report.summary import EXIT_UNREADABLE, Summary
 from ...replayer.run.settings import ReplaySettings
@@ -30,15 +30,8 @@ from .tasks import Task
 _MUCH_BYTES: Final = 1 << 30
 _RESULTS: Final = "results"
 _KEPT: Final = (
-    "verdict",
-    "exit_code",
-    "trace_id",
-    "forwards",
-    "tokens",
-    "violations",
-    "findings",
-    "num_incidents",
-    "doubts",
+    *("verdict", "exit_code", "trace_id", "forwards", "tokens", "violations", "findings"),
+    *("num_incidents", "num_gaps", "doubts"),
 )
 
 Row = dict[str, Any]  # of a recording: `trace`, `exit_code`, and what was found, or `error` and `hint`
@@ -134,7 +127,7 @@ def _guarded(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list
             return there  # by a worker that was lost behind its last step
         with _scratch(task, fleet) as scratch:
             rows = act(scratch)
-        if not any("error" in row for row in rows):
+        if all(_is_final(row) for row in rows):
             write_file(fleet.place(task.key), json.dumps({"recordings": rows}).encode())
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -147,6 +140,11 @@ def _guarded(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list
     except Exception as error:  # noqa: BLE001  # one recording's trouble must not be the others'
         return failed(task, unforeseen(error))
     return rows
+
+
+def _is_final(row: Row) -> bool:
+    """Whether a row would be the same once more; the gaps of what lies in a store may be the store's, and pass."""
+    return "error" not in row and not (row["num_gaps"] and isinstance(as_path(row["trace"]), RemotePath))
 
 
 @contextlib.contextmanager

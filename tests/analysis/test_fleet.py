@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from kvcanary.analysis.fleet.workers import LostError, Processes
 from kvcanary.recorder.trace.header import Ranks
@@ -56,7 +57,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_recording_has_the_verdict_of_a_replay_of_its_folder(
     traces: Path, tmp_path: Path, stand_in_ray: StandInRay
 ) -> None:
-    stand_in_ray.cores = 40  # so that the long one is split
+    stand_in_ray.cores = 10  # so that the long one is split
     told, rows = fleet(traces, "-o", tmp_path / "out")
     expected = {}
     for folder in (traces, traces / "tp", traces / "pd"):
@@ -64,7 +65,7 @@ def test_each_recording_has_the_verdict_of_a_replay_of_its_folder(
         expected |= {Path(one["trace"]).name: one for one in found["recordings"]}
     assert rows.keys() == expected.keys()
     for name, row in rows.items():
-        assert row["exit_code"] == expected[name]["exit_code"], name
+        assert row["exit_code"] == expected[name]["exit_code"], row
         if "error" not in row:
             assert [row[k] for k in ("forwards", "violations", "findings", "doubts")] == [
                 expected[name][k] for k in ("forwards", "violations", "findings", "doubts")
@@ -106,6 +107,18 @@ def test_again_it_does_only_what_is_new_and_what_failed(traces: Path, tmp_path: 
     assert one.exists()
     assert files(out / "table").keys() == before.keys()
     assert not list((out / ".scratch").iterdir())
+
+
+def test_gaps_of_what_lies_in_a_store_are_looked_at_again(tmp_path: Path, stand_in_ray: StandInRay) -> None:
+    store, data = fsspec.filesystem("memory"), (DATA / "clean_llama.arrow").read_bytes()
+    store.pipe("/fleet/in/deep/t.arrow", data[:60_000])
+    for _ in range(2):
+        told, rows = fleet("memory://fleet", "-o", tmp_path / "out")
+        assert (told["exit_code"], told["already"]) == (125, 0)
+        assert rows["t.arrow"]["num_gaps"]
+    store.pipe("/fleet/in/deep/t.arrow", data)
+    assert [fleet("memory://fleet", "-o", tmp_path / "out")[0]["already"] for _ in range(2)] == [0, 1]
+    assert len(list((tmp_path / "out" / "table").rglob("*.parquet"))) == 1
 
 
 @pytest.mark.parametrize(
