@@ -92,7 +92,8 @@ def begin_kernel(
     num_loc, num_prefix, extend_each, bs, num_tokens, loc_stride = numbers
     if tl.load(ticket) != 0:
         tiles = (tl.maximum(num_tokens, bs) + TILE - 1) // TILE
-        splits = tl.maximum(tl.num_programs(0) // tl.maximum(bs, 1), 1)
+        # A share for each program: a second round, even of shares that are empty, takes as long as the first.
+        splits = tl.maximum((tl.num_programs(0) - tiles) // tl.maximum(bs, 1), 1)
         for program in range(tl.program_id(0).to(tl.int64), tiles + bs * splits, tl.num_programs(0).to(tl.int64)):
             if program < tiles:
                 i = program * TILE + tl.arange(0, TILE).to(tl.int64)
@@ -219,8 +220,8 @@ def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
             for word in range(NUM_COUNTERS):
                 tl.store(following + word, streams * 0)
         tiles = (num_tokens + TILE - 1) // TILE
-        splits = tl.maximum(tl.num_programs(0) // tl.maximum(bs, 1), 1)
         written = streams * tiles
+        splits = tl.maximum((tl.num_programs(0) - written) // tl.maximum(streams * bs, 1), 1)
         total = written
         if tl.load(ticket + WATCH) != 0:
             total += streams * bs * splits

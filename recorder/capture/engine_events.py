@@ -9,7 +9,18 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ..errors import json_text
 from ..trace import schema
-from ..trace.schema import SEND, TIER_POOL, AllocStatus, RequestStatus, SlotChange, TransferDirection, TransferStatus
+from ..trace.event import TraceEvent
+from ..trace.schema import (
+    ALLOC_FRESH,
+    ALLOC_SHARED,
+    SEND,
+    TIER_POOL,
+    AllocStatus,
+    RequestStatus,
+    SlotChange,
+    TransferDirection,
+    TransferStatus,
+)
 from .host_arrays import ordered_runs, own_int64, runs_to_slots, whole_number
 from .recording import Recording, guarded
 
@@ -52,6 +63,20 @@ class CopyEnds(NamedTuple):
     dst: Int64Array
     before: Int64Array
     landed: Int64Array
+
+
+class SlotsChanged(NamedTuple):
+    """Runs of `count` slots each, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
+
+    kind: SlotChange
+    groups: Sequence[int]
+    starts: Sequence[int]
+    count: int
+    request_id: int = -1
+    row: int = -1
+    status: AllocStatus = ALLOC_FRESH
+    note: str = ""
+    time_ns: int = 0  # when, 0 for now
 
 
 class EventRecording(Recording):
@@ -156,6 +181,7 @@ class EventRecording(Recording):
         ids, of_rows = np.asarray(request_ids)[owners].tolist(), np.asarray(rows, np.int64)[owners]
         of_groups = [np.full(starts.size, group, np.int64) for group in groups]
         runs = [(numbers, self._numbers.runs(numbers, starts)) for numbers in of_groups]
+        events = []
         for place, (request_id, begin, end) in enumerate(zip(ids, bounds, bounds[1:], strict=False)):
             for numbers, begun in runs:
                 ints = {
@@ -164,7 +190,38 @@ class EventRecording(Recording):
                     "slot_count": counts[begin:end],
                 }
                 ints["req_pool_indices"] = of_rows[place : place + 1]
-                self._record("alloc", ints, request_id=request_id, status="" if request_id >= 0 else "shared")
+                status = ALLOC_FRESH if request_id >= 0 else ALLOC_SHARED
+                events.append(self._event("alloc", ints, request_id=request_id, status=status))
+        self._put_all(events)
+
+    @guarded
+    def slots_changed(self, changes: Sequence[SlotsChanged]) -> None:
+        """Say what `slots` says of many changes, in order, at once."""
+        sizes = [len(one.groups) * len(one.starts) for one in changes]
+        ends = np.cumsum(sizes).tolist()
+        groups = np.array([group for one in changes for group in one.groups for _ in one.starts], np.int64)
+        starts = np.array([start for one in changes for _ in one.groups for start in one.starts], np.int64)
+        starts = self._numbers.runs(groups, starts)
+        counts, rows = np.array([(one.count, one.row) for one in changes], np.int64).T.copy()
+        counts = np.repeat(counts, sizes)
+        events = []
+        for place, (one, size, end) in enumerate(zip(changes, sizes, ends, strict=True)):
+            mine = slice(end - size, end)
+            ints = {"slot_group": groups[mine], "slot_start": starts[mine], "slot_count": counts[mine]}
+            if one.row >= 0:
+                ints["req_pool_indices"] = rows[place : place + 1]
+            event = self._event(one.kind, ints, request_id=one.request_id, status=one.status, note=one.note)
+            event.time_ns = one.time_ns or event.time_ns
+            events.append(event)
+        self._put_all(events)
+
+    def slot_changed(self, change: SlotsChanged) -> None:
+        """Say what `slots` says of one change."""
+        self.slots_changed((change,))
+
+    def _put_all(self, events: Sequence[TraceEvent]) -> None:
+        self.outbox.put_all(events)
+        self._stop_with_writer()
 
     @guarded
     def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:

@@ -237,11 +237,11 @@ class Recording:
     @contextlib.contextmanager
     def as_of(self, time_ns: int) -> Iterator[None]:
         """Give what is recorded meanwhile an earlier reading of `clock`: it happened then, and has waited since."""
-        self._moment = time_ns
+        before, self._moment = self._moment, time_ns
         try:
             yield
         finally:
-            self._moment = 0
+            self._moment = before
 
     def _now(self) -> int:
         return self._moment or self.clock()
@@ -271,9 +271,12 @@ class Recording:
             self._privacy.hash_kv(event, self.header)
         if self.outbox.put(event):
             return True
+        self._stop_with_writer()
+        return False
+
+    def _stop_with_writer(self) -> None:
         if self.outbox.writer.failed:  # the writer has logged it
             self._off = f"{WRITER_STOPPED}: {self.outbox.writer.failed}"
-        return False
 
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace: for an integrator whose own hook failed."""

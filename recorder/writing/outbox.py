@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,15 @@ class Outbox:
         if event.kind == "request" and event.problem() is None and event.nbytes <= most:
             self._requests.append(event)
         return False
+
+    def put_all(self, events: Sequence[TraceEvent]) -> None:
+        """Hand over events as `put` does, in one go if there is nothing else to be said and room for all."""
+        due = self._unsaid or self._requests or any(group.any_lost for group in self._groups)
+        if not due and len(events) > 1 and self.writer.append(*events):
+            self.taken += len(events)
+            return
+        for event in events:
+            self.put(event)
 
     def drop(self) -> None:
         """Count an event that the trace will not hold."""

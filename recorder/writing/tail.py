@@ -72,8 +72,8 @@ class Tail:
         self._slow = 0
         self._rests_until = 0
 
-    def put(self, number: int, event: TraceEvent, nbytes: int) -> None:
-        """Append an event of about so many bytes, the engine's `number`th from 0; a very large one waits in memory alone."""
+    def put(self, number: int, nbytes: int, *events: TraceEvent) -> None:
+        """Append events of about so many bytes, the engine's `number`th from 0 on; very large ones wait in memory alone."""
         if self._off or nbytes > layout.MAX_BODY_BYTES:
             return
         begin = time.perf_counter_ns()
@@ -88,8 +88,8 @@ class Tail:
             self._empty[now] = False
         own, size = self._files[now], self._sizes[now]
         try:
-            self._sizes[now] = size + append_record(own, size, number, _body(event))
-            self._last[now] = number
+            self._sizes[now] = size + append_records(own, size, number, list(map(_body, events)))
+            self._last[now] = number = number + len(events) - 1
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
             with contextlib.suppress(OSError):
@@ -173,15 +173,18 @@ def _layout(
     return layout.LAYOUT_BYTES.pack(len(names)) + names, struct.Struct(f"<{count}q"), ints, texts
 
 
-def append_record(own: OwnFile, at: int, number: int, body: bytes) -> int:
-    """Write a record of the event `number` at byte `at`; return its bytes. Raises `OSError`."""
-    size = len(body)
-    head = layout.RECORD.pack(
-        layout.RECORD_MAGIC, crc32c(body, crc32c(layout.NUMBERS.pack(number, size))), number, size
-    )
-    if size <= _SMALL_BYTES:
-        own.write_at_once(head + body, at)
-    else:
-        own.write(head, at)
-        own.write(body, at + len(head))
-    return len(head) + size
+def append_records(own: OwnFile, at: int, first: int, bodies: Sequence[bytes]) -> int:
+    """Write records of the events from `first` on at byte `at`; return their bytes. Raises `OSError`."""
+    parts: list[bytes] = []
+    for number, body in enumerate(bodies, first):
+        size = len(body)
+        crc = crc32c(body, crc32c(layout.NUMBERS.pack(number, size)))
+        parts += (layout.RECORD.pack(layout.RECORD_MAGIC, crc, number, size), body)
+    total = sum(map(len, parts))
+    if total <= _SMALL_BYTES:
+        own.write_at_once(b"".join(parts), at)
+        return total
+    for part in parts:
+        own.write(part, at)
+        at += len(part)
+    return total

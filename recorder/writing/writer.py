@@ -117,32 +117,39 @@ class TraceWriter:
         """Say whether the queue would take so many bytes more at this moment."""
         return self._queued_bytes + num_bytes <= self.settings.max_queued_bytes
 
-    def append(self, event: TraceEvent) -> bool:
-        """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed."""
+    def append(self, *events: TraceEvent) -> bool:
+        """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
+
+        Of several all are queued, or none, and then none counts as dropped: they may be offered one by one.
+        """
         if self._forked():  # before the lock, which a fork may have copied while it was held
             return False
+        problem, size = None, 0
         try:
-            problem = event.problem()
-            size = 0 if problem else event.nbytes
+            for event in events:
+                problem = problem or event.problem()
+                size += 0 if problem else event.nbytes
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             problem, size = error_text(error), 0
         with self.changed:
-            if problem is not None and not self._bad_event_logged:
+            one = len(events) == 1
+            if problem is not None and one and not self._bad_event_logged:
                 self._bad_event_logged = True
                 _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
             full = self._queued_bytes + size > self.settings.max_queued_bytes
             if problem is not None or full or self._closing or self._failed is not None:
-                self._dropped += getattr(event, "kind", None) != "loss"
+                self._dropped += one and getattr(event, "kind", None) != "loss"
                 return False
-            if event.kind == "loss":
+            if one and event.kind == "loss":
                 self._reported += max(0, int(event.scalars.get("lost_events", 0)))
             if self._tail is not None:
-                self._tail.put(self._appended, event, size)
-            self._queue.append(event)
+                self._tail.put(self._appended, size, *events)
+            was_empty = not self._queue
+            self._queue.extend(events)
             self._queued_bytes += size
             self._waiting_bytes += size
-            self._appended += 1
-            if len(self._queue) == 1:
+            self._appended += len(events)
+            if was_empty:
                 self._oldest = time.monotonic()
                 self.changed.notify_all()
             elif self._waiting_bytes >= self.settings.flush_bytes:
@@ -259,8 +266,10 @@ class TraceWriter:
                     times.append(max(self._oldest + self._flush_seconds - time.monotonic(), 0.0))
                 if not self.changed.wait(min(times, default=None)) and poll is not None and not self._due():
                     return [], 0
-            events: list[TraceEvent] = []
-            size = 0
+            events, size = list[TraceEvent](), 0
+            if self._waiting_bytes < self.settings.flush_bytes:
+                events, size = list(self._queue), self._waiting_bytes
+                self._queue.clear()
             while self._queue and size < self.settings.flush_bytes:
                 events.append(self._queue.popleft())
                 size += events[-1].nbytes

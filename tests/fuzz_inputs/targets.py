@@ -132,7 +132,7 @@ class Tail(Target):
             tail = open_tail(path, "0123")
             assert tail is not None
             for number, event in enumerate(base.events[:6]):
-                tail.put(number, event, 100)
+                tail.put(number, 100, event)
             found.append(tail_paths(path)[0].read_bytes())
             tail.remove()
         return found + super().seeds()

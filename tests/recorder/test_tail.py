@@ -19,7 +19,7 @@ from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.trace.tail_reader import HEADER_BYTES, TailReader
 from kvcanary.recorder.writing.own_file import OwnFile
 from kvcanary.recorder.writing.recovery import recover
-from kvcanary.recorder.writing.tail import append_record, open_tail
+from kvcanary.recorder.writing.tail import append_records, open_tail
 from kvcanary.recorder.writing.writer import TraceWriter
 
 HEADER = TraceHeader(groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=2, width=2),))
@@ -184,12 +184,12 @@ def test_a_disk_that_makes_the_engine_wait_is_spared(tmp_path: Path, monkeypatch
     tail = open_tail(path, "id")
     assert tail is not None
     for number in range(6):
-        tail.put(number, event(number), 1000)
+        tail.put(number, 1000, event(number))
     reader = TailReader(path, "id")
     assert [number for number, _ in reader.events(0)] == [0, 1, 2]
     assert not reader.whole
     now[0] += 10**11
-    tail.put(6, event(6), 1000)
+    tail.put(6, 1000, event(6))
     batches = list(reader.batches(0, 100, __import__("kvcanary.recorder.trace.schema", fromlist=["x"]).trace_schema()))
     assert [(type(item).__name__, getattr(item, "missing_events", None)) for item in batches] == [
         ("TraceBatch", None),
@@ -210,7 +210,7 @@ def test_bent_tails_give_whole_events_or_none(tmp_path: Path, data: st.DataObjec
     if not original.exists():
         tail = open_tail(path, "id")
         for number in range(12):
-            tail.put(number, event(number), 1000)
+            tail.put(number, 1000, event(number))
         original.write_bytes(tail_paths(path)[0].read_bytes())
     bent = bytearray(original.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -244,7 +244,7 @@ def test_bodies_with_a_right_crc_may_say_anything(tmp_path: Path, body: bytes | 
     if isinstance(body, list):
         body = len(names).to_bytes(4, "little") + names + np.array(body, np.int64).tobytes()
     tail = open_tail(tmp_path / "t.arrow", "id")
-    append_record(OwnFile(os.open(tail_paths(tmp_path / "t.arrow")[0], os.O_RDWR)), HEADER_BYTES, 0, body)
+    append_records(OwnFile(os.open(tail_paths(tmp_path / "t.arrow")[0], os.O_RDWR)), HEADER_BYTES, 0, [body])
     for _, found in TailReader(tmp_path / "t.arrow", "id").events(0):
         assert found.problem() is None
     tail.remove()

@@ -33,7 +33,8 @@ class RecordedTruth:
 
     def __init__(self, table: StateTable | None) -> None:
         self._table = table
-        self._recorded: dict[int, tuple[weakref.ref[TokenSource], int]] = {}
+        self._sources: dict[int, weakref.ref[TokenSource]] = {}
+        self._counts = np.zeros(0 if table is None else table.rows, np.int64)
 
     def changes(
         self, rows: Int64Array, truth: Sequence[TokenSource] | None, lens: Sequence[int]
@@ -47,27 +48,32 @@ class RecordedTruth:
             return {}
         truth_lens = np.zeros(rows.size, np.int64)
         truth_lens[: len(lens)] = lens
-        new: list[tuple[int, int, Int64Array]] = []
-        for number, (row, source, had) in enumerate(zip(rows.tolist(), truth, lens, strict=False)):
-            known, had_then = self._recorded.get(row, (None, 0))
-            start = had_then if known is not None and known() is source and had_then <= had else 0
-            stop, count = min(had, self._table.width), had
-            if 0 < row < self._table.rows and start < stop:
-                found = source.tokens(start, stop)
-                if found.size < stop - start:
-                    truth_lens[number] = count = start + found.size
-                if found.size:
-                    new.append((row, start, found))
-            self._recorded[row] = (weakref.ref(source), count)
-        where, starts, counts = (
-            np.array([(row, start, found.size) for row, start, found in new], np.int64).reshape(-1, 3).T.copy()
+        chosen = np.flatnonzero((rows > 0) & (rows < self._table.rows))
+        chosen = chosen[chosen < min(len(lens), len(truth))]
+        where = rows[chosen]
+        sources = [truth[r] for r in chosen.tolist()]
+        for row, source in zip(where.tolist(), sources, strict=True):
+            known = self._sources.get(row)
+            if known is None or known() is not source:
+                self._sources[row] = weakref.ref(source)
+                self._counts[row] = 0
+        had = truth_lens[chosen]
+        starts, stops = self._counts[where], np.minimum(had, self._table.width)
+        starts[starts > had] = 0
+        asked = zip(sources, starts.tolist(), stops.tolist(), strict=True)
+        found = [source.tokens(start, stop) if start < stop else _NOTHING for source, start, stop in asked]
+        counts = np.fromiter(map(len, found), np.int64, len(found))
+        fewer = starts + counts < stops  # they no longer have so many
+        truth_lens[chosen[fewer]] = (starts + counts)[fewer]
+        self._counts[where] = truth_lens[chosen]
+        new = counts > 0
+        return truth_columns(
+            truth_lens, RowRuns(where[new], starts[new], counts[new], np.concatenate([_NOTHING, *found]))
         )
-        tokens = np.concatenate([_NOTHING, *(found for _, _, found in new)])
-        return truth_columns(truth_lens, RowRuns(where, starts, counts, tokens))
 
     def forget(self) -> None:
         """Record everything anew."""
-        self._recorded.clear()
+        self._sources.clear()
 
 
 class TableChanges:
@@ -85,8 +91,11 @@ class TableChanges:
         self._take_luts(runner, frame)
         for table, found in zip(self._runners[runner].tables, frame.table_changes, strict=True):
             self._table_cells[table.number].append(found)
-        columns = table_columns([cells_to_runs(*_latest(cells).T) for cells in self._table_cells])
-        columns |= lut_columns([cells_to_runs(*_latest(self._lut_cells).T)])
+        columns: dict[str, Int64Array] = {}
+        if any(len(part) for cells in self._table_cells for part in cells):
+            columns |= table_columns([cells_to_runs(*_latest(cells).T) for cells in self._table_cells])
+        if any(map(len, self._lut_cells)):
+            columns |= lut_columns([cells_to_runs(*_latest(self._lut_cells).T)])
         for cells in self._table_cells:
             cells.clear()
         self._lut_cells.clear()

@@ -27,6 +27,7 @@ from .capture import DeviceCapture
 from .forward import FrameInFlight
 
 ASK_AGAIN_S: Final = 0.001
+_NOTHING: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +68,18 @@ class FrameReader:
         """Wait until a frame is complete and return it."""
         layout, programs = in_flight.layout, in_flight.programs
         counters, fixed = self._fetch_fixed(in_flight)
-        while self._capture.on_gpu and int(counters[DONE]) < programs:
+        while self._capture.on_gpu and counters[DONE] < programs:
             time.sleep(ASK_AGAIN_S)
             counters, fixed = self._fetch_fixed(in_flight)
         bs, tokens = layout.bs, layout.tokens
-        requests = fixed[: 3 * bs].reshape(3, bs).copy()
-        inputs = fixed[3 * bs : layout.inputs].reshape(2 + layout.tables, tokens).copy()
-        lens = fixed[layout.lens_at : layout.fixed].reshape(2, bs).copy()
+        fixed = fixed.copy()
+        requests = fixed[: 3 * bs].reshape(3, bs)
+        inputs = fixed[3 * bs : layout.inputs].reshape(2 + layout.tables, tokens)
+        lens = fixed[layout.lens_at : layout.fixed].reshape(2, bs)
         real, real_tokens = _without_padding(in_flight, requests[0])
         written, at = [], layout.inputs
         for words in layout.stream_words:
-            content = fixed[at : at + real_tokens * words].copy()
+            content = fixed[at : at + real_tokens * words]
             written.append(content.view(np.uint8).reshape(real_tokens, words * 8))
             at += tokens * words
         tables, all_tables = self._section(in_flight, counters, TABLE_CHANGES)
@@ -91,7 +93,7 @@ class FrameReader:
             notes.append(f"attention got {counters[ATTENTION]:,} slots other than it should; they are not recorded")
         attention = in_flight.attention if all_slots else in_flight.attention & ATTENTION_LENS
         rows, prefix_lens, extend_lens = requests[:, :real]
-        input_ids, positions, *out_cache_loc = inputs[:, :real_tokens]
+        input_ids, positions = inputs[:2, :real_tokens]
         forward = CopiedForward(
             mode=in_flight.mode,
             runner=in_flight.runner,
@@ -110,14 +112,14 @@ class FrameReader:
         )
         if attention & ATTENTION_LENS:
             forward.attention["attention_seq_lens"], forward.attention["attention_query_lens"] = lens[:, :real]
-        if attention & ATTENTION_SLOTS:
+        if attention & ATTENTION_SLOTS and len(slots):
             groups = np.array(
                 [group.number for group in self._capture.shadows.runners[in_flight.runner].groups], np.int64
             )
             forward.attention |= _attention_slots(groups, slots)
         return Frame(
             forward=forward,
-            slots=np.stack(out_cache_loc),
+            slots=inputs[2:, :real_tokens],
             written=written,
             table_changes=_cells(tables, layout.tables),
             lut_changes=luts,
@@ -125,22 +127,22 @@ class FrameReader:
             all_luts=all_luts,
         )
 
-    def _section(self, in_flight: FrameInFlight, counters: Int64Array, sort: int) -> tuple[Int64Array, bool]:
+    def _section(self, in_flight: FrameInFlight, counters: list[int], sort: int) -> tuple[Int64Array, bool]:
         """Return the entries of one sort of changes, `[n, entry]`, and whether they are all."""
         section = in_flight.layout.sections[sort]
-        kept = min(int(counters[sort]), section.capacity)
-        content = self._fetch(in_flight.at + section.at, kept * section.entry).copy() if kept else np.empty(0, np.int64)
-        return content.reshape(kept, section.entry), kept == int(counters[sort])
+        kept = min(counters[sort], section.capacity)
+        content = self._fetch(in_flight.at + section.at, kept * section.entry).copy() if kept else _NOTHING
+        return content.reshape(kept, section.entry), kept == counters[sort]
 
-    def _fetch_fixed(self, in_flight: FrameInFlight) -> tuple[Int64Array, Int64Array]:
+    def _fetch_fixed(self, in_flight: FrameInFlight) -> tuple[list[int], Int64Array]:
         """Return the counters and what every frame has, in one wait; valid until the next fetch."""
         there = self._capture.counters[in_flight.counters]
         if not self._capture.on_gpu:
-            return np.array(there.numpy()), self._fetch(in_flight.at, in_flight.layout.fixed)
+            return there.tolist(), self._fetch(in_flight.at, in_flight.layout.fixed)
         self._prepare(in_flight.layout.fixed)
         self._counters.copy_(there, non_blocking=True)
         fixed = self._fetch(in_flight.at, in_flight.layout.fixed)
-        return np.array(self._counters.numpy()), fixed
+        return self._counters.tolist(), fixed
 
     def _fetch(self, at: int, words: int) -> Int64Array:
         """Return a stretch of the frames, valid until the next call."""
@@ -179,6 +181,8 @@ def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, i
 
 def _cells(tiles: Int64Array, tables: int) -> list[Int64Array]:
     """Return the changed cells of tiles by their tables, `[n, 3]` each: row, position, slot."""
+    if not len(tiles):  # of most forwards
+        return [np.empty((0, 3), np.int64)] * tables
     which, offset = np.nonzero(tiles[:, TABLE_ENTRY:] != UNCHANGED)
     found = np.empty((which.size, 3), np.int64)
     found[:, 0] = tiles[which, 0] % TABLE_OF_ENTRY
@@ -200,7 +204,7 @@ def _attention_slots(groups: Int64Array, found: Int64Array) -> dict[str, Int64Ar
 def _kv_changes(entries: Int64Array, stream_words: tuple[int, ...]) -> list[KvChange]:
     """Return what changed without a write, each slot of a stream once, ascending."""
     found = []
-    for stream, words in enumerate(stream_words):
+    for stream, words in enumerate(stream_words if len(entries) else ()):
         mine = entries[entries[:, 0] == stream]
         if len(mine):
             slots, first = np.unique(mine[:, 1], return_index=True)

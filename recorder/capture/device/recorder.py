@@ -23,6 +23,7 @@ from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
 from ...trace.schema import LATE, RAN_BEFORE, RECEIVE, TIER_POOL, TransferDirection, TransferStatus
 from ...writing.outbox import RecorderStats
+from ..engine_events import SlotsChanged
 from ..forward_input import CopiedForward
 from ..host_arrays import own_int64, runs_to_slots
 from ..recorder import Recorder
@@ -51,6 +52,10 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 def _record_with(record: Callable[..., Any], values: HostCopy, *args: Any) -> None:
     record(values.read(), *args)
+
+
+def _slots_changed(_: SlotsChanged) -> None:
+    """What is queued with a change of slots."""
 
 
 _P = ParamSpec("_P")
@@ -132,6 +137,7 @@ class DeviceRecorder:
             self._engine_thread_ns = 0
             self._clock_ahead_ns = self.recorder.clock() - perf_counter_ns()
             self._latest_ns = 0  # our thread's
+            self._changes: list[SlotsChanged] = []
             _in_this_process.add(self)
             self._background = Background(
                 begin=self._decoder.reader.use_device, record=self._record, on_look=self._check, on_death=self._died
@@ -195,6 +201,11 @@ class DeviceRecorder:
     request_status = recorded_later(Recorder.request_status)
     sampled = recorded_later(Recorder.sampled)
     slots = recorded_later(Recorder.slots)
+
+    def slot_changed(self, change: SlotsChanged) -> None:
+        """As `Recorder.slot_changed`; those that follow one another are recorded at once."""
+        self.later(_slots_changed, change)
+
     mark = recorded_later(Recorder.mark)
     freeze = recorded_later(Recorder.freeze)
 
@@ -332,13 +343,26 @@ class DeviceRecorder:
         if queued_ns != AT_ONCE:
             self._latest_ns = max(self._latest_ns, queued_ns + self._clock_ahead_ns)
         with self.recorder.as_of(self._latest_ns if queued_ns != AT_ONCE else 0):
+            if not isinstance(item, FrameInFlight) and item[1] is _slots_changed:
+                self._changes.append(item[2]._replace(time_ns=self._latest_ns))
+                return
+            self._record_changes()
             if isinstance(item, FrameInFlight):
                 self._decoder.decode(item, self._latest_ns)
                 return
             self._decoder.record_due_loss()
             item[1](*item[2:])
 
+    def _record_changes(self) -> None:
+        """Record the changes of slots that wait for others to follow."""
+        if self._changes:
+            changes, self._changes = self._changes, []
+            with self.recorder.as_of(changes[0].time_ns):
+                self._decoder.record_due_loss()
+                self.recorder.slots_changed(changes)
+
     def _check(self) -> None:
+        self._record_changes()
         if self.recorder.off:
             self._capture.off = True
 

@@ -273,13 +273,10 @@ def wrap_method(owner: Any, name: str, hook: Hook, on_fault: OnFault, cost: Step
     return True
 
 
-def wrap_often(
-    owner: Any, name: str, before: Callable[..., Any], after: Callable[..., object], on_fault: OnFault
-) -> bool:
+def wrap_often(owner: Any, name: str, after: Callable[..., object], on_fault: OnFault) -> bool:
     """As `wrap_method`, for what is called for each request in each step and mostly has nothing to say.
 
-    `before(*args)` gives a value; `after(value, result, *args)` is called if the result is true, or `before` gives another
-    value now.
+    `after(result, *args)` is called if the result is true.
     """
     original = getattr(owner, name, None)
     if not callable(original):
@@ -291,11 +288,6 @@ def wrap_often(
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        value = None
-        try:
-            value = before(*args)
-        except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
-            report(error)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
@@ -303,9 +295,10 @@ def wrap_often(
                 setattr(error, _SAID, True)
                 report(EngineError(f"the engine's function raised {type(error).__name__}"))
             raise
+        if not result:
+            return result
         try:
-            if result or before(*args) != value:
-                after(value, result, *args)
+            after(result, *args)
         except Exception as error:  # noqa: BLE001  # the engine must go on whatever happens here
             report(error)
         return result

@@ -1,7 +1,7 @@
 """The requests of an engine as a trace numbers them: ids, rows, and the tokens that the engine believes them to have."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -13,55 +13,56 @@ from ...capture.slot_numbers import request_id_of as request_id_of
 
 
 class TokenList:
-    """The tokens of one request so far; none is converted twice."""
+    """The tokens of one request so far, `count` of them; none is converted twice."""
 
     def __init__(self) -> None:
         self._tokens = np.empty(0, np.int64)
-        self._count = 0
+        self.count = 0
         self._prompt: Any = None  # the engine's own list, for `follow`
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def begin(self, tokens: Sequence[int] | Int64Array) -> Int64Array:
         """Start over from these tokens; return them as they are kept, to be changed in place."""
         self._tokens = np.array(tokens, np.int64)
-        self._count = self._tokens.size
+        self.count = self._tokens.size
         return self._tokens
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add what has been sampled."""
-        total = self._count + len(tokens)
+        count = self.count
+        total = count + len(tokens)
         if total > self._tokens.size:
             longer = np.empty(max(total, 2 * self._tokens.size), np.int64)
-            longer[: self._count] = self._tokens[: self._count]
+            longer[:count] = self._tokens[:count]
             self._tokens = longer
-        if len(tokens) == 1:  # quicker
-            self._tokens[self._count] = tokens[0]
+        if total == count + 1:  # quicker
+            self._tokens[count] = tokens[0]
         else:
-            self._tokens[self._count : total] = tokens
-        self._count = total
+            self._tokens[count:total] = tokens
+        self.count = total
 
     def cut(self, count: int) -> None:
         """Forget the tokens from `count` on."""
-        self._count = min(self._count, max(0, count))
+        self.count = min(self.count, max(0, count))
 
     def all(self) -> Int64Array:
         """Return the tokens so far `[n] int64`; valid until the next change."""
-        return self._tokens[: self._count]
+        return self._tokens[: self.count]
 
     def tokens(self, start: int, stop: int) -> Int64Array:
         """Return the tokens from position `start` to before `stop`, fewer if there are not so many; from any thread."""
-        return self._tokens[start : min(stop, self._count)].copy()
+        return self._tokens[start : min(stop, self.count)].copy()
 
     def follow(self, prompt: Any, output: Any) -> Int64Array:
         """Return prompt and output as the engine's lists have them now, `[n] int64`; valid until the next call."""
         total = len(prompt) + len(output)
-        if self._prompt is not prompt or total < self._count:
+        if self._prompt is not prompt or total < self.count:
             self._prompt = prompt  # another list: the request starts anew, perhaps from a longer prompt
             self.begin(prompt)
-        if total > self._count:
-            self.append(output[self._count - len(prompt) :])
+        if total > self.count:
+            self.append(output[self.count - len(prompt) :])
         return self.all()
 
 
@@ -93,6 +94,10 @@ class RequestRows(Generic[R]):
     def get(self, name: str) -> R | None:
         """Return a known request."""
         return self._by_name.get(name)
+
+    def known(self, names: Iterable[str]) -> list[R | None]:
+        """Return requests as `get` does."""
+        return list(map(self._by_name.get, names))
 
     def see(self, name: str) -> tuple[R, bool]:
         """Return a request and whether it is new."""

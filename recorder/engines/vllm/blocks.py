@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...capture.engine_events import SlotsChanged
 from ...capture.recorder import Recorder
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
 from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method, wrap_often
@@ -20,8 +21,8 @@ from .layout import VllmGroup, VllmLayout
 from .step import VllmRequests
 
 # Methods of a group's manager, and of the pool, without which the history has holes.
-MANAGER: Final = ("allocate_new_blocks", "add_local_computed_blocks", "cache_blocks", "free", "remove_skipped_blocks")
-POOL: Final = ("_maybe_evict_cached_block", "reset_prefix_cache", "free_blocks")
+MANAGER: Final = ("allocate_new_blocks", "add_local_computed_blocks", "free", "remove_skipped_blocks")
+POOL: Final = ("_maybe_evict_cached_block", "reset_prefix_cache", "free_blocks", "cache_full_blocks")
 KNOWN_MANAGERS: Final = ("FullAttentionManager", "SlidingWindowManager")
 
 
@@ -97,20 +98,19 @@ class BlockHistory:
         pool = self._coordinator.block_pool
         for group in self._groups:
             manager = self._coordinator.single_type_managers[group.gid]
-            # These are called for each request in each step.
-            new, filled = functools.partial(self._on_new, group), functools.partial(self._on_cache, group, manager)
-            wrap_often(manager, "allocate_new_blocks", _no_value, while_on(new), on_fault)
-            wrap_often(manager, "cache_blocks", functools.partial(_num_cached, manager), while_on(filled), on_fault)
+            new = functools.partial(self._on_new, group)  # called for each request in each step
+            wrap_often(manager, "allocate_new_blocks", while_on(new), on_fault)
             wrap(manager, "allocate_external_computed_blocks", functools.partial(self._on_external, group, manager))
             wrap(manager, "add_local_computed_blocks", functools.partial(self._on_hit, group, manager))
             wrap(manager, "free", functools.partial(self._on_free, group, manager))
             if group.window:
                 wrap(manager, "remove_skipped_blocks", functools.partial(self._on_skip, group))
+        wrap(pool, "cache_full_blocks", self._on_cache)
         wrap(pool, "free_blocks", self._on_free_blocks)
         wrap(pool, "_maybe_evict_cached_block", self._on_evict)
         wrap(pool, "reset_prefix_cache", self._on_reset)
 
-    def _on_new(self, group: VllmGroup, _: Any, blocks: Any, name: str, *_args: Any) -> None:
+    def _on_new(self, group: VllmGroup, blocks: Any, name: str, *_args: Any) -> None:
         self.record("alloc", group, _ids(blocks), name)
 
     @around
@@ -124,10 +124,21 @@ class BlockHistory:
         yield
         self.record("alloc", group, _ids(manager.req_to_blocks.get(name, ())), name, status=ALLOC_SHARED)
 
-    def _on_cache(self, group: VllmGroup, manager: Any, first: int, _: Any, request: Any, *_args: Any) -> None:
-        name = request.request_id
-        blocks = manager.req_to_blocks.get(name, ())
-        for place in range(first, min(manager.num_cached_block.get(name, 0), len(blocks))):
+    @around
+    def _on_cache(
+        self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *_args: Any, **more: Any
+    ) -> Around:
+        """Note which blocks of a request, all `blocks`, join the prefix cache once they are filled."""
+        yield
+        gid = more["kv_cache_group_id"]
+        for group in self._groups:
+            if group.gid == gid:
+                self._joins_cache(
+                    group, request.request_id, blocks, range(num_cached_blocks, min(num_full_blocks, len(blocks)))
+                )
+
+    def _joins_cache(self, group: VllmGroup, name: str, blocks: Sequence[Any], places: range) -> None:
+        for place in places:
             block = blocks[place]
             if block.is_null or block.block_hash is None or block.block_id in self._cached:
                 continue
@@ -212,19 +223,13 @@ class BlockHistory:
         if not len(blocks):
             return
         known = self._requests.get(name) if name else None
-        starts = np.array(blocks, np.int64) * group.block_size
-        index = np.full(starts.size, group.index, np.int64)
+        size, groups = group.block_size, (group.index,)
         if self._twin is not None and self._twin.gid == group.gid:
-            starts, index = np.tile(starts, 2), np.append(index, np.full(index.size, self._twin.index))
-        self._recorder.slots(
-            kind,
-            group=index,
-            runs=(starts, np.full(starts.size, group.block_size, np.int64)),
-            request_id=request_id_of(name) if name else -1,
-            row=known.row if known is not None and known.row else -1,
-            status=status,
-            note=note,
-        )
+            groups += (self._twin.index,)
+        number = -1 if not name else request_id_of(name) if known is None else known.request_id
+        row = known.row if known is not None and known.row else -1
+        starts = [block * size for block in blocks]
+        self._recorder.slot_changed(SlotsChanged(kind, groups, starts, size, number, row, status, note))
 
     def after_step(self, forwards: int) -> None:
         """Count the forwards of a step, and walk the prefix cache if it is time."""
@@ -252,15 +257,6 @@ class BlockHistory:
         else:  # the cache has given up the block before: nothing is known of it
             previous[0] = 0
         return np.full(size, known.group, np.int64), slots, known.first + offsets, previous, offsets * 0 + int(locked)
-
-
-def _no_value(*_args: Any) -> None:
-    """Whether something happened is in the result."""
-
-
-def _num_cached(manager: Any, request: Any, *_args: Any) -> int:
-    """Return how many of a request's blocks the prefix cache knows."""
-    return int(manager.num_cached_block.get(request.request_id, 0))
 
 
 def _ids(blocks: Any) -> list[int]:

@@ -215,7 +215,7 @@ class DeviceSteps:
                 out_cache_loc=_in_one(step.written, step.num_tokens),
                 num_tokens=step.num_tokens,
                 requests=batch.requests,
-                truth_lens=[len(tokens) for tokens in batch.tokens],
+                truth_lens=[tokens.count for tokens in batch.tokens],
                 parts=batch.parts,
                 attention=self._lens(step, attention),
                 new_rows=new and any(known.fresh for known in requests or ()),
@@ -270,8 +270,10 @@ class DeviceSteps:
         lens: AttentionLens | None = None
         where, tables = set(), True
         for group, own in zip(self._groups, self._tables, strict=True):
-            metadata = {id(step.given.get(layer)): (step.given.get(layer), layer) for layer in group.layers}
-            for one, layer in metadata.values():
+            metadata = list(map(step.given.get, group.layers))
+            for one, layer in {
+                id(one): (one, layer) for one, layer in zip(metadata, group.layers, strict=True)
+            }.values():
                 seq_lens, starts, table = (getattr(one, name, None) for name in FIELDS)
                 if (
                     seq_lens is None

@@ -169,8 +169,8 @@ class VllmRecording:
             for new in output.scheduled_new_reqs:
                 self._begin_request(new.req_id, new, getattr(new, "prefill_token_ids", None))
             self._see_cached(output.scheduled_cached_reqs)
-            for name in output.num_scheduled_tokens:
-                if self.requests.get(name) is None:  # running since before the recording began
+            for name, known in zip(names := output.num_scheduled_tokens, self.requests.known(names), strict=True):
+                if known is None:  # running since before the recording began
                     self._begin_request(name, getattr(runner, "requests", {}).get(name))
                     self._pad(name, output)
 
@@ -210,8 +210,7 @@ class VllmRecording:
         resumed_ids, counts = cached.resumed_req_ids, getattr(cached, "num_output_tokens", None)
         all_tokens, sent_tokens = getattr(cached, "all_token_ids", None) or {}, cached.new_token_ids
         all_blocks = (getattr(cached, "new_block_ids", None) or ()) if self.on_device is not None else ()
-        for place, name in enumerate(cached.req_ids):
-            known = self.requests.get(name)
+        for place, (name, known) in enumerate(zip(cached.req_ids, self.requests.known(cached.req_ids), strict=True)):
             if known is None:
                 continue
             resumed = name in resumed_ids
@@ -228,7 +227,7 @@ class VllmRecording:
                 known.begin(tokens)
                 continue
             # A load that failed takes back what was sampled on top of it.
-            if counts and known.prompt_len + counts[place] < len(known.tokens):
+            if counts and known.prompt_len + counts[place] < known.tokens.count:
                 self._requests_changed = True
                 known.cut(known.prompt_len + counts[place])
             sent = sent_tokens[place] if sent_tokens else ()
@@ -369,8 +368,7 @@ class VllmRecording:
         with self.requests.lock:
             for forward, names in forwards:
                 sampled = [by_name.get(name, ()) for name in names]
-                for name, new in zip(names, sampled, strict=True):
-                    known = self.requests.get(name)
+                for known, new in zip(self.requests.known(names), sampled, strict=True):
                     if known is not None and len(new):
                         known.tokens.append(new)
                 lens = np.fromiter(map(len, sampled), np.int64, len(sampled))

@@ -33,6 +33,14 @@ class BlockPool:
             del self.cached[known]
         return known is not None
 
+    def cache_full_blocks(
+        self, request: Any, blocks: list[Block], num_cached_blocks: int, num_full_blocks: int, kv_cache_group_id: int
+    ) -> None:
+        for i in range(num_cached_blocks, num_full_blocks):
+            if not blocks[i].is_null:
+                blocks[i].block_hash = (kv_cache_group_id, tuple(request.tokens[: (i + 1) * BLOCK]))
+                self.cached.setdefault(blocks[i].block_hash, blocks[i])
+
     def touch(self, blocks: list[Block]) -> None:
         for block in blocks:
             if not block.ref_cnt and not block.is_null:
@@ -86,11 +94,15 @@ class FullAttentionManager:
     def cache_blocks(self, request: Any, num_tokens: int) -> None:
         if not self.caching:
             return
-        blocks = self.req_to_blocks[request.request_id]
-        for i in range(self.num_cached_block.get(request.request_id, 0), num_tokens // BLOCK):
-            if not blocks[i].is_null:
-                blocks[i].block_hash = (self.gid, tuple(request.tokens[: (i + 1) * BLOCK]))
-                self.block_pool.cached.setdefault(blocks[i].block_hash, blocks[i])
+        blocks, cached = self.req_to_blocks[request.request_id], self.num_cached_block.get(request.request_id, 0)
+        if cached < num_tokens // BLOCK:
+            self.block_pool.cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=cached,
+                num_full_blocks=num_tokens // BLOCK,
+                kv_cache_group_id=self.gid,
+            )
         self.num_cached_block[request.request_id] = num_tokens // BLOCK
 
     def free(self, request_id: str) -> None:
