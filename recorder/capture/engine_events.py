@@ -9,7 +9,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ..errors import json_text
 from ..trace import schema
-from ..trace.event import TraceEvent
+from ..trace.event import NO_LISTS, TraceEvent
 from ..trace.schema import (
     ALLOC_FRESH,
     ALLOC_SHARED,
@@ -191,7 +191,8 @@ class EventRecording(Recording):
                 }
                 ints["req_pool_indices"] = of_rows[place : place + 1]
                 status = ALLOC_FRESH if request_id >= 0 else ALLOC_SHARED
-                events.append(self._event("alloc", ints, request_id=request_id, status=status))
+                scalars: dict[str, int | str] = {"request_id": request_id, "status": status}
+                events.append(TraceEvent(kind="alloc", time_ns=self._now(), scalars=scalars, ints=ints, bytes=NO_LISTS))
         self._put_all(events)
 
     @guarded
@@ -202,7 +203,7 @@ class EventRecording(Recording):
         groups = np.array([group for one in changes for group in one.groups for _ in one.starts], np.int64)
         starts = np.array([start for one in changes for _ in one.groups for start in one.starts], np.int64)
         starts = self._numbers.runs(groups, starts)
-        counts, rows = np.array([(one.count, one.row) for one in changes], np.int64).T.copy()
+        counts, rows = np.array([(one.count, one.row) for one in changes], np.int64).reshape(-1, 2).T.copy()
         counts = np.repeat(counts, sizes)
         events = []
         for place, (one, size, end) in enumerate(zip(changes, sizes, ends, strict=True)):
@@ -210,9 +211,9 @@ class EventRecording(Recording):
             ints = {"slot_group": groups[mine], "slot_start": starts[mine], "slot_count": counts[mine]}
             if one.row >= 0:
                 ints["req_pool_indices"] = rows[place : place + 1]
-            event = self._event(one.kind, ints, request_id=one.request_id, status=one.status, note=one.note)
-            event.time_ns = one.time_ns or event.time_ns
-            events.append(event)
+            scalars: dict[str, int | str] = {"request_id": one.request_id, "status": one.status, "note": one.note}
+            time_ns = one.time_ns or self._now()
+            events.append(TraceEvent(kind=one.kind, time_ns=time_ns, scalars=scalars, ints=ints, bytes=NO_LISTS))
         self._put_all(events)
 
     def slot_changed(self, change: SlotsChanged) -> None:
