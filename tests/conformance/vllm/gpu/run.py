@@ -268,6 +268,7 @@ def overhead_lines(folder: Path) -> list[str]:
         "runs the engine alone; with one, the thread that launches is the front end too. The three times are what that thread",
         "computes in a step, what the hooks of steps and samples take (the history's are not among them), and what the",
         "recorder's own thread computes. Nobody waits for the device: what is left is that all of them share Python's lock.",
+        "Hosts of one kind differ by more than what is measured here: a table holds for the host that it was made on.",
         "",
         "| runner | processes | settings | a step, ms | times as long | each turn, ms | launching thread, us | hooks, us | recorder's thread, us | tokens |",
         "|---|--:|---|--:|--:|---|--:|--:|--:|---|",
