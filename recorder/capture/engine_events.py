@@ -66,12 +66,12 @@ class CopyEnds(NamedTuple):
 
 
 class SlotsChanged(NamedTuple):
-    """Runs of `count` slots each, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
+    """Runs of `each` slots, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
 
     kind: SlotChange
     groups: Sequence[int]
     starts: Sequence[int]
-    count: int
+    each: int
     request_id: int = -1
     row: int = -1
     status: AllocStatus = ALLOC_FRESH
@@ -203,7 +203,7 @@ class EventRecording(Recording):
         groups = np.array([group for one in changes for group in one.groups for _ in one.starts], np.int64)
         starts = np.array([start for one in changes for _ in one.groups for start in one.starts], np.int64)
         starts = self._numbers.runs(groups, starts)
-        counts, rows = np.array([(one.count, one.row) for one in changes], np.int64).reshape(-1, 2).T.copy()
+        counts, rows = np.array([(one.each, one.row) for one in changes], np.int64).reshape(-1, 2).T.copy()
         counts = np.repeat(counts, sizes)
         events = []
         for place, (one, size, end) in enumerate(zip(changes, sizes, ends, strict=True)):

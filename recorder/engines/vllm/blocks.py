@@ -223,9 +223,9 @@ class BlockHistory:
         if not len(blocks):
             return
         known = self._requests.get(name) if name else None
-        size, groups = group.block_size, (group.index,)
+        size, groups = group.block_size, [group.index]
         if self._twin is not None and self._twin.gid == group.gid:
-            groups += (self._twin.index,)
+            groups.append(self._twin.index)
         number = -1 if not name else request_id_of(name) if known is None else known.request_id
         row = known.row if known is not None and known.row else -1
         starts = [block * size for block in blocks]
