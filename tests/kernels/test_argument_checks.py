@@ -1,5 +1,6 @@
 """What an op refuses, by shape and dtype, and what it takes: any stride, read-only inputs."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
 from kvcanary.kernels.ops.oracle.reference import oracle_tokens
 from kvcanary.kernels.ops.plan.reference import VerifyPlan, WritePlan, plan
+from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, require_buffers
 from kvcanary.kernels.ops.scatter.reference import scatter
 from kvcanary.kernels.ops.verify.reference import verify
 from kvcanary.kernels.ops.violation_log import ViolationLog
@@ -29,6 +31,22 @@ def unaligned(array: Any) -> Any:
 
 
 ONE = np.zeros(1, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [([], "0 canary buffers"), ([4] * 5, "5 canary buffers"), ([4, 5], r"\[4, 5\] slots"), ([4] * 4, ""), ([4], "")],
+)
+def test_buffers_of_one_launch_are_alike(slots: list[int], message: str) -> None:
+    buffers = [
+        CanaryBuffer(
+            canary=np.zeros((n, 32), np.uint8), tag=0, sources=(), kv_hash_mode=KvHashMode.NONE,
+            violations=ViolationLog.allocate(1), slot_counter=ONE, kernel_counter=ONE,
+        )
+        for n in slots
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        require_buffers(buffers)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.state.apply import EventApplier, RecordedState
 from kvcanary.recorder.state.forward import UnusableEventError
+from kvcanary.recorder.state.pools import GroupPool
 from kvcanary.recorder.state.tables import StateListener, StateTables, TableUse, look_up
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.schema import SLOTS_LISTED
@@ -186,3 +187,11 @@ def test_lost_slots_are_announced(runs: list[tuple[int, int, int]], told: list[t
     view = View("loss", SLOTS_LISTED, columns)
     Applier(RecordedState(HEADER).state, backend="cpu", listener=heard).apply_event(view)
     assert heard.told == told
+
+
+def test_padding_in_slot_0_begins_no_chain() -> None:
+    starts = np.full(4, 9, np.int64)
+    pool = SimpleNamespace(any_unknown=True, num_slots=4, pool=SimpleNamespace(chain_starts=starts))
+    plan = SimpleNamespace(offsets=np.array([0, 2, 3]), seed_slots=np.array([-1, 2]))
+    GroupPool.chain(pool, np.array([0, 2, 3]), plan, np.array([5, 7]))
+    assert starts.tolist() == [9, 9, 5, 5]

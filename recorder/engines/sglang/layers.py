@@ -81,7 +81,8 @@ def attention_input(
     ):
         return None
     rows, seq_lens, query_lens = own_int64(batch.req_pool_indices), own_int64(batch.seq_lens), _query_lens(batch, mode)
-    table, own_rows = backend.req_to_token_pool.req_to_token, rows
+    pool = getattr(backend, "req_to_token_pool", None) or batch.req_to_token_pool  # before 0.5.13 it takes the batch's
+    table, own_rows = pool.req_to_token, rows
     drafted = getattr(backend, "draft_decode_metadata", None)
     if mode == "decode" and drafted is not None:
         table, seq_lens, own_rows = drafted[0], own_int64(drafted[1]), drafted[2]

@@ -44,13 +44,16 @@ CPU_ENGINE: dict[str, Any] = {
 
 def import_engine() -> None:
     """Import what a scheduler process needs, and let it be forked instead of started anew."""
+    import contextlib
     import multiprocessing
 
     import sglang.srt.entrypoints.engine
-    import sglang.srt.kv_canary.api
     import sglang.srt.managers.scheduler
     import sglang.srt.models.llama
-    import sglang.srt.models.registry  # noqa: F401
+    import sglang.srt.models.registry
+
+    with contextlib.suppress(ModuleNotFoundError):  # before 0.5.13 there is none
+        import sglang.srt.kv_canary.api  # noqa: F401
 
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None

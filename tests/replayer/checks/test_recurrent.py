@@ -65,6 +65,13 @@ def freed_early(scene: Scene) -> None:
     hit(scene)
 
 
+def freed_early_in_slot_0(scene: Scene) -> None:
+    """The first slot is one like the others."""
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=0))
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=0))
+    scene.forward(Part(request=1, row=1, prefix=2, slots=(3, 4), state=0))
+
+
 def damaged(scene: Scene) -> None:
     healthy(scene)
     scene.states[CHECKPOINT] += 1
@@ -103,6 +110,7 @@ FAULTS = {
     wrong_checkpoint: [("other_prefix", 2, 3)],
     late_checkpoint: [("other_position", 2, 1)],
     freed_early: [("other_prefix", 1, 3)],
+    freed_early_in_slot_0: [("other_prefix", 1, 3)],
     damaged: [("changed_bytes", 2, 1)],
     shared: [("same_forward", 2, 1)],
 }
