@@ -12,7 +12,8 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...recorder.files import partial_path
-from ...recorder.trace.header import Shrunk, TraceHeader, completed_header
+from ...recorder.trace.header import Shrunk, TraceHeader
+from ...recorder.writing.writer import completed_header
 from ...replayer.run.settings import Progress
 from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError

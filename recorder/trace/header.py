@@ -7,8 +7,6 @@ what a value may be stands where the field does.
 import dataclasses
 import functools
 import json
-import time
-import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -293,8 +291,7 @@ class Shrunk:
 class Sampling:
     """Which part of a fleet's servers and time is recorded, of which this recording is some.
 
-    `servers` and `windows` are the shares that are chosen by a hash; a window is `window_seconds` long, 0 if all time is recorded.
-    `reason` says why this recording began: "window", or "incident": somebody asked to freeze, and no hash.
+    A hash chooses these shares; `window_seconds` is 0 if all time is recorded. "incident": it began since somebody froze.
     """
 
     fleet: Text = ""
@@ -304,9 +301,6 @@ class Sampling:
     window_seconds: Count = 0
     bytes_a_day: Count = 0
     reason: Literal["window", "incident"] = "window"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,17 +398,3 @@ class TraceHeader:
     def streams(self, runner: int) -> list[tuple[int, KvStream]]:
         """Return `(group index, stream)` of a runner in the order in which `kv_bytes` holds them."""
         return [(g, s) for g, group in enumerate(self.groups) if group.runner == runner for s in group.streams]
-
-
-def completed_header(header: TraceHeader, **capture: int | str) -> TraceHeader:
-    """Return the header with what only a writer knows, such as fields of its `CaptureInfo`."""
-    from ... import __version__
-
-    changes: dict[str, Any] = capture
-    return dataclasses.replace(
-        header,
-        capture=dataclasses.replace(header.capture, **changes),
-        recorder_version=header.recorder_version or __version__,
-        trace_id=header.trace_id or uuid.uuid4().hex,
-        created_ns=header.created_ns or time.time_ns(),
-    )

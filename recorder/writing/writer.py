@@ -1,9 +1,11 @@
 """Writing a trace from inside an engine: a bounded queue, a background thread, and a file that is whole at any time."""
 
+import dataclasses
 import logging
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from ..process.endings import at_process_end
 from ..process.freezing import POLL_SECONDS, FreezeFile, FreezeSignal
 from ..process.settings import WriterSettings
 from ..trace.event import TraceEvent, loss_event
-from ..trace.header import TraceHeader, completed_header
+from ..trace.header import TraceHeader
 from .segments import Segments, SingleFile
 from .tail import open_tail
 from .trace_file import DeletedError
@@ -329,3 +331,17 @@ class TraceWriter:
                 self._tail.leave(self._appended)
         _log.error("kvcanary: %s: recording stopped: %s; %s, the engine goes on", self.path, reason, left)
         self.file.abandon()
+
+
+def completed_header(header: TraceHeader, **capture: int | str) -> TraceHeader:
+    """Return the header with what only a writer knows, such as fields of its `CaptureInfo`."""
+    from ... import __version__
+
+    changes: dict[str, Any] = capture
+    return dataclasses.replace(
+        header,
+        capture=dataclasses.replace(header.capture, **changes),
+        recorder_version=header.recorder_version or __version__,
+        trace_id=header.trace_id or uuid.uuid4().hex,
+        created_ns=header.created_ns or time.time_ns(),
+    )

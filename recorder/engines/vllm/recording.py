@@ -15,20 +15,19 @@ from ...capture.forward_input import AttentionInput
 from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
-from ...trace.header import NotWatched, TraceHeader
+from ...trace.header import TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_method
 from ..common.injecting import recorder_class
-from .blocks import BlockHistory, why_no_history
-from .connectors.copies import Storage
+from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
-from .connectors.external import not_watched as connector_not_watched
 from .connectors.storages import storage_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
 from .layout import VllmLayout, describe_engine
+from .not_watched import not_watched, why_no_slots
 from .step import (
     AttentionReader,
     Step,
@@ -69,8 +68,8 @@ class VllmRecording:
         if storage is not None:
             layout.keeps_elsewhere(storage.num_pages)
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
-        layout.not_watched += _not_watched(runner, self.attention, storage)
-        no_history = _why_no_history(layout, scheduler, settings)
+        layout.not_watched += not_watched(runner, self.attention, storage)
+        no_history = why_no_slots(layout, scheduler, settings)
         if no_history:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
         pool = None if no_history else scheduler.kv_cache_manager.coordinator.block_pool
@@ -389,30 +388,3 @@ class VllmRecording:
         self.recorder.request_status(request_id=known.request_id, status=status, row=known.row or -1)
         self.requests.give_row_back(known)
         self._requests_changed = True
-
-
-def _why_no_history(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:
-    """Return why no slot history is recorded, nothing if it is."""
-    if settings.history == "off":
-        return "switched off"
-    if scheduler is None:
-        return "the scheduler runs in another process"
-    return why_no_history(scheduler, layout.all_groups)
-
-
-def _not_watched(runner: Any, attention: AttentionReader, storage: Storage | None) -> list[NotWatched]:
-    """Name what this engine does that no forward of the trace will show."""
-    config = runner.vllm_config
-    entries = connector_not_watched(config, storage, on_gpu=on_gpu(runner))
-    speculative = getattr(config, "speculative_config", None)
-    method = str(getattr(speculative, "method", ""))
-    if speculative is not None and "ngram" not in method:
-        reason = "of its forwards only the slots that its first layer writes are recorded"
-        entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=reason))
-    for group, backend in attention.not_read:
-        reason = f"the metadata of {backend} are not known"
-        entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))
-    if getattr(getattr(config, "model_config", None), "is_multimodal_model", False):
-        reason = "the positions that are fed embeddings are judged by their placeholder tokens"
-        entries.append(NotWatched(what="other", name="multimodal embeddings", reason=reason))
-    return entries

@@ -1,0 +1,39 @@
+"""What a vLLM engine does that no trace of it shows, and why its history of slots may be none."""
+
+from typing import Any
+
+from ...process.settings import RecordingSettings
+from ...trace.header import NotWatched
+from .blocks import why_no_history
+from .connectors.copies import Storage
+from .connectors.external import not_watched as connector_not_watched
+from .device import on_gpu
+from .layout import VllmLayout
+from .step import AttentionReader
+
+
+def why_no_slots(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:
+    """Return why no slot history is recorded, nothing if it is."""
+    if settings.history == "off":
+        return "switched off"
+    if scheduler is None:
+        return "the scheduler runs in another process"
+    return why_no_history(scheduler, layout.all_groups)
+
+
+def not_watched(runner: Any, attention: AttentionReader, storage: Storage | None) -> list[NotWatched]:
+    """Name what this engine does that no forward of the trace will show."""
+    config = runner.vllm_config
+    entries = connector_not_watched(config, storage, on_gpu=on_gpu(runner))
+    speculative = getattr(config, "speculative_config", None)
+    method = str(getattr(speculative, "method", ""))
+    if speculative is not None and "ngram" not in method:
+        reason = "of its forwards only the slots that its first layer writes are recorded"
+        entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=reason))
+    for group, backend in attention.not_read:
+        reason = f"the metadata of {backend} are not known"
+        entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))
+    if getattr(getattr(config, "model_config", None), "is_multimodal_model", False):
+        reason = "the positions that are fed embeddings are judged by their placeholder tokens"
+        entries.append(NotWatched(what="other", name="multimodal embeddings", reason=reason))
+    return entries
