@@ -55,8 +55,8 @@ CHECKPOINTS = {
 }  # fmt: skip
 FAULTS = ("none", "token", "position", "weights")
 AT = 12  # forward
-# MLA's latent has no position, and SGLang's Gemma 3 has a rotary embedding of its own.
-NOT_THERE = {("vllm", "mla", "position"), ("sglang", "mla", "position"), ("sglang", "gemma3", "position")}
+# MLA's latent has no position, SGLang's Gemma 3 has a rotary embedding of its own, and its DeepSeek-V3 refuses this configuration.
+NOT_THERE = {("vllm", "mla", "position"), ("sglang", "gemma3", "position"), *(("sglang", "mla", f) for f in FAULTS)}
 
 
 def make_checkpoint(name: str, folder: Path, dtype: str = "float32") -> Path:
