@@ -76,7 +76,7 @@ def _judged(command: Command, version: str, folder: Path, criterion: Criterion) 
     verdict = judge_traces(sorted(folder.rglob("*.arrow")), criterion)
     said = [line for line in lines if "kvcanary: " in line]  # an adapter that does not know this version
     if verdict.mark is Mark.SKIP and said:
-        return replace(verdict, words=f"{verdict.words}; {said[0].strip()}")
+        return replace(verdict, words=f"{verdict.words}; {said[-1].strip()}")
     return verdict
 
 

@@ -46,7 +46,7 @@ _DRAFTS: Final = "sglang.srt.speculative.eagle_draft"
 _STEPS: Final = f"{_DRAFTS}_cuda_graph_runner:EAGLEDraftCudaGraphRunner"
 _EXTEND: Final = f"{_DRAFTS}_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
 
-# Seen in 0.5.13, 0.5.16 and 0.5.23.
+# Seen in 0.5.11 to 0.5.23.
 TARGETS: Final = (
     Target("scheduler", _NOTHING, (f"{_SCHEDULER}.__init__",), essential=True),
     Target("runner", _NOTHING, (f"{_RUNNER}.__init__",), essential=True),
@@ -129,7 +129,7 @@ def register(targets: Sequence[Target], attachment: Any) -> "list[NotWatched]":
     found = {target: target.find() for target in targets}
     lacking = [_dotted(target.paths[0]) for target, path in found.items() if path is None and target.essential]
     if lacking:
-        raise ValueError(f"this SGLang has no {', '.join(lacking)}; the adapter knows versions 0.5.13 to 0.5.23")
+        raise ValueError(f"this SGLang has no {', '.join(lacking)}; the adapter knows versions 0.5.11 to 0.5.23")
     for target, path in found.items():
         if path is not None:
             hook = harmless(getattr(attachment, f"on_{target.hook}"), attachment.fault, attachment.cost)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs SGLang for CPU and this checkout into the active virtual environment (Python 3.11; 2 minutes, 2.6 GB).
 # SGLang's own requirements are for GPUs and are not wanted, but for its transformers; what is absent is stood in for by
-# standin/sitecustomize.py. `install.sh 0.5.16` installs another version; seen working: 0.5.13 to 0.5.23.
+# standin/sitecustomize.py. `install.sh 0.5.16` installs another version; seen working: 0.5.11 to 0.5.23.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 version=${1:-0.5.23}

@@ -8,6 +8,7 @@ is said to slide, as none of those that really do runs on a CPU in all these ver
 import asyncio
 import os
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -64,6 +65,7 @@ if __name__ == "__main__":
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **asked, "PYTHONPATH": path})
     import_engine()
     folder = Path(sys.argv[1]) / "run"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier trial
     code = forked(folder, {"KVCANARY_TRACE": str(folder)}, generate, 240.0)
     print((folder / "log").read_text())
     sys.exit(code)
