@@ -157,7 +157,7 @@ def _differing(
     """Compare all that was seen; return what differs by more than rounding, and by more than most of its layer does."""
     shares: dict[int, list[FloatArray]] = {}
     wrong = [one for seen in walk.seen for one in _compare(seen, header, model, size, found, shares)]
-    # An engine that scales a little otherwise than transformers is off everywhere: that is no fault of one slot.
+    # An engine that rounds more than its dtype says is off everywhere: that is no fault of one slot.
     usual = {layer: float(np.median(np.concatenate(parts))) for layer, parts in shares.items()}
     limit = {layer: max(1.0, _USUAL * share) if share <= 1 else 1.0 for layer, share in usual.items()}
     return [(one, seen, at) for share, one, seen, at in wrong if share > limit[one.layer]]
