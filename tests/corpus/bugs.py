@@ -1,12 +1,14 @@
 """What a bug of the corpus is, and how its patch says when the engine reads the damage."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Of the modules with what was held out.
-ROUNDS = ("held_out", "second_round", "third_round")
+ROUNDS = ("held_out", "second_round", "third_round", "fourth_round")
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
 
@@ -45,6 +47,13 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {}
+
+
+def load(engine: str = "") -> dict[str, Bug]:
+    """Return all bugs, or those of an engine, by the names of their traces."""
+    for path in sorted(Path(__file__).parent.glob(f"{engine}*_bugs.py")):
+        importlib.import_module(path.stem)
+    return BUGS
 
 
 # Recorded with SGLang 0.5.16 on an H200: the attention that runs on the CPU has no drafts.

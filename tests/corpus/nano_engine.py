@@ -65,9 +65,7 @@ def generate(setup: str, folder: Path, engines: list) -> None:
 def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
     import engine as real
-    import nano_second_round_bugs  # noqa: F401
-    import nano_third_round_bugs  # noqa: F401
-    from bugs import BUGS
+    from bugs import load
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -78,12 +76,12 @@ def run(name: str, folder: Path) -> int:
             log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            setup = name.removeprefix("clean:") if name.startswith("clean:") else BUGS[name].setup
+            setup = name.removeprefix("clean:") if name.startswith("clean:") else load("nano")[name].setup
             real.BLOCK, real.BLOCKS = SETUPS[setup]
             real._stand_ins()
             engines: list = []
             if not name.startswith("clean:"):
-                BUGS[name].patch(fired_in(engines))
+                load("nano")[name].patch(fired_in(engines))
             generate(setup, folder, engines)
             status = 0
         except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop

@@ -27,22 +27,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-import nano_second_round_bugs  # noqa: E402, F401
-import nano_third_round_bugs  # noqa: E402, F401
-import sglang_bugs  # noqa: E402, F401
-import sglang_held_out_bugs  # noqa: E402, F401
-import sglang_second_round_bugs  # noqa: E402, F401
-import sglang_third_round_bugs  # noqa: E402, F401
-import transformers_bugs  # noqa: E402, F401
-import transformers_held_out_bugs  # noqa: E402, F401
-import transformers_second_round_bugs  # noqa: E402, F401
-import transformers_third_round_bugs  # noqa: E402, F401
-import vllm_bugs  # noqa: E402, F401
-import vllm_held_out_bugs  # noqa: E402, F401
-import vllm_second_round_bugs  # noqa: E402, F401
-import vllm_third_round_bugs  # noqa: E402, F401
-import vllm_worker_bugs  # noqa: E402, F401
-from bugs import BUGS, H200, Bug, link  # noqa: E402
+from bugs import BUGS, H200, Bug, link, load  # noqa: E402
+
+load()
 
 DATA = ROOT / "data" / "corpus"
 ANSWERS = "answers.json"  # by trace: whether the bug changed what was answered

@@ -28,6 +28,8 @@ SETUPS = {
     "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
     "recurrent": ("lfm2", 1, 512, False, 4, False),
     "llama-page16": ("llama", 16, 512, False, 3, False),
+    "llama-page4-small": ("llama", 4, 160, False, 3, False),
+    "hybrid-small": ("mellum_hybrid", 1, 160, False, 3, False),
 }
 
 
@@ -104,11 +106,7 @@ def generate(setup: str, folder: Path) -> None:
 
 def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
-    import sglang_bugs  # noqa: F401
-    import sglang_held_out_bugs  # noqa: F401
-    import sglang_second_round_bugs  # noqa: F401
-    import sglang_third_round_bugs  # noqa: F401
-    from bugs import BUGS
+    from bugs import load
     from engine import ENVIRONMENT, forked
 
     clean = name.startswith("clean:")
@@ -120,8 +118,8 @@ def run(name: str, folder: Path) -> int:
         invariant_checker.raise_error_or_warn = lambda *args, **kwargs: None
         fired = fired_in([])
         if not clean:
-            BUGS[name].patch(fired)
-        generate(name.removeprefix("clean:") if clean else BUGS[name].setup, folder)
+            load("sglang")[name].patch(fired)
+        generate(name.removeprefix("clean:") if clean else load("sglang")[name].setup, folder)
 
     return forked(folder, {**ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces")}, go, 240.0)
 

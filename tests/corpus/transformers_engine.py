@@ -82,14 +82,11 @@ def run(name: str, folder: Path) -> int:
             if name.startswith("clean:"):
                 generate(name.removeprefix("clean:"), folder)
             else:
-                import transformers_bugs  # noqa: F401
-                import transformers_held_out_bugs  # noqa: F401
-                import transformers_second_round_bugs  # noqa: F401
-                import transformers_third_round_bugs  # noqa: F401
-                from bugs import BUGS
+                from bugs import load
 
-                BUGS[name].patch(fired_in([]))
-                generate(BUGS[name].setup, folder)
+                bug = load("transformers")[name]
+                bug.patch(fired_in([]))
+                generate(bug.setup, folder)
             status = 0
         except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
             import traceback

@@ -36,6 +36,7 @@ SETUPS = {
     "llama": ("llama", {}),
     "llama-churn": ("llama", {"max_num_seqs": 3}),
     "llama-few": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
+    "llama-few-again": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-preempt": ("llama", FEW),
     "llama-async": ("llama", {"async_scheduling": True}),
     "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
@@ -44,6 +45,7 @@ SETUPS = {
     "hybrid-preempt": ("hybrid", {"num_gpu_blocks_override": 22}),
     "llama-eagle": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
@@ -51,6 +53,7 @@ SETUPS = {
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
+    "qwen-ngram-page32": ("qwen", NGRAM),
     "mla": ("mla", {"block_size": 16, "num_gpu_blocks_override": 128, "max_num_seqs": 4}),
 }
 
@@ -114,15 +117,17 @@ def generate(setup: str, folder: Path) -> None:
     prompts = [shared + tokens(rng.randrange(3, 30)) if i % 2 == 0 else tokens(rng.randrange(5, 60)) for i in range(5)]
     again = [prompts[0] + tokens(4), shared[:66], tokens(96), prompts[2], shared[:64]]
     batches = [prompts, again]
-    if setup == "llama-few":  # what was cached is evicted while the last ones wait
+    if "-few" in setup:  # what was cached is evicted while the last ones wait
         batches.append([tokens(100), tokens(98), tokens(101), prompts[0], prompts[2], tokens(40)])
+    if setup == "llama-few-again":
+        batches.append([again[2] + tokens(5), prompts[1] + tokens(40)])
     if setup == "llama-parts":  # blocks that come again behind others, or at another place
         prompts[3] = tokens(80)
         prompts[0] = shared + tokens(40)
         batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
         batches = [prompts, [prompts[0][:48] + tokens(30), shared[:20] + tokens(40)], again]
-    if setup == "qwen-ngram":
+    if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
     if setup == "llama-lora":
@@ -171,12 +176,7 @@ def run(name: str, folder: Path) -> int:
     import signal
     import time
 
-    import vllm_bugs  # noqa: F401
-    import vllm_held_out_bugs  # noqa: F401
-    import vllm_second_round_bugs  # noqa: F401
-    import vllm_third_round_bugs  # noqa: F401
-    import vllm_worker_bugs  # noqa: F401
-    from bugs import BUGS
+    from bugs import load
 
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
@@ -194,7 +194,7 @@ def run(name: str, folder: Path) -> int:
             if name.startswith("clean:"):
                 generate(name.removeprefix("clean:"), folder)
             else:
-                bug = BUGS[name]
+                bug = load("vllm")[name]
                 bug.patch(fired_in([]))
                 generate(bug.setup, folder)
             status = 0
