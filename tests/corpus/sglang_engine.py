@@ -29,7 +29,7 @@ SETUPS = {
     "recurrent": ("lfm2", 1, 512, False, 4, False),
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
-    "hybrid-small": ("mellum_hybrid", 1, 160, False, 3, False),
+    "llama-overlap-small": ("llama", 1, 130, True, 3, False),
 }
 
 
@@ -121,7 +121,7 @@ def run(name: str, folder: Path) -> int:
             load("sglang")[name].patch(fired)
         generate(name.removeprefix("clean:") if clean else load("sglang")[name].setup, folder)
 
-    return forked(folder, {**ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces")}, go, 240.0)
+    return forked(folder, {**ENVIRONMENT, "KVCANARY_TRACE": str(folder / "traces")}, go, 480.0)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def padding_takes_a_live_slot(fired: Fired) -> None:
         return done
 
 
-@bug("sgl-project/sglang-jax#982", "hybrid-small", "double_free", "page_given_twice", origin="sglang-jax")
+@bug("sgl-project/sglang-jax#982", "llama-overlap-small", "double_free", "page_given_twice", origin="sglang-jax")
 def extra_slot_freed_on_two_paths(fired: Fired) -> None:
     """The slot of a request's last token is given back with the rest when it ends, and once more where the results of the step
     are looked at. It is given to two requests."""
