@@ -35,7 +35,7 @@ def generate(setup: str, folder: Path) -> None:
     requests = [
         Request(name="a", prompt=shared + random_prompt(2, 9), new_tokens=22),
         Request(name="b", prompt=random_prompt(3, 61), new_tokens=18),
-        Request(name="c", prompt=random_prompt(4, 5), new_tokens=24),
+        Request(name="c", prompt=random_prompt(4, 5), new_tokens=40 if setup == "hybrid-long" else 24),
         Request(name="d", prompt=shared + random_prompt(5, 14), new_tokens=16, at_step=6),
         Request(name="e", prompt=random_prompt(6, 40), new_tokens=14, at_step=12),
         Request(name="f", prompt=shared + random_prompt(7, 3), new_tokens=12, at_step=24),

@@ -36,7 +36,6 @@ SETUPS = {
     "llama": ("llama", {}),
     "llama-churn": ("llama", {"max_num_seqs": 3}),
     "llama-few": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
-    "llama-few-again": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-preempt": ("llama", FEW),
     "llama-async": ("llama", {"async_scheduling": True}),
     "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
@@ -119,8 +118,6 @@ def generate(setup: str, folder: Path) -> None:
     batches = [prompts, again]
     if "-few" in setup:  # what was cached is evicted while the last ones wait
         batches.append([tokens(100), tokens(98), tokens(101), prompts[0], prompts[2], tokens(40)])
-    if setup == "llama-few-again":
-        batches.append([again[2] + tokens(5), prompts[1] + tokens(40)])
     if setup == "llama-parts":  # blocks that come again behind others, or at another place
         prompts[3] = tokens(80)
         prompts[0] = shared + tokens(40)

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 from bugs import Fired, bug, replaces
-from vllm_marks import before_forward, when_adopted
+from vllm_marks import before_forward
 
 
 @bug(
@@ -114,7 +114,7 @@ def last_rejected_draft_is_counted(fired: Fired) -> None:
         return made
 
 
-@bug("ModelTC/LightLLM#1079", "llama-eagle", "chunk_tail_predicted_token", origin="LightLLM")
+@bug("ModelTC/LightLLM#1079", "llama-eagle", "chunk_tail_predicted_token", origin="LightLLM", recorded=False)
 def drafts_chunk_gets_the_sampled_token(fired: Fired) -> None:
     """The draft model's K and V of a chunk's last token are computed from what the target samples there, though the prompt goes
     on with a token of its own."""
@@ -164,34 +164,6 @@ def loads_one_of_two_buffers(fired: Fired) -> None:
         fired()
         before(connector, job)
         inside.clear()
-
-
-@bug("ovg-project/kvcached#362", "llama-few-again", "stale_prefix_hit", "tokens_truncated_hash_kept", origin="kvcached")
-def block_keeps_its_old_hash(fired: Fired) -> None:
-    """A block that is evicted and given out keeps the hash of what it held. When its new tokens are cached it is found under the
-    old hash, and the old prompt hits another's K and V."""
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
-    stale: set = set()
-    held: dict = {}
-
-    @replaces(BlockPool, "_maybe_evict_cached_block")
-    def _maybe_evict_cached_block(before, pool, block):
-        if block.block_hash is not None:
-            held[block.block_hash] = block
-        return before(pool, block)
-
-    @replaces(BlockPool, "get_cached_block")
-    def get_cached_block(before, pool, block_hash, group_ids):
-        found = before(pool, block_hash, group_ids)
-        block = held.get(make_block_hash_with_group_id(block_hash, group_ids[0]))
-        if found is None and block is not None and block.block_hash is not None:
-            stale.add(block.block_id)
-            return [block]
-        return found
-
-    when_adopted(stale, fired)
 
 
 @bug("kekzl/imp#1652", "hybrid", "kv_changed", origin="imp")

@@ -14,6 +14,7 @@ from ..cluster import (
     slot_query,
 )
 from ..facts import Fact
+from .copies import copy_finding
 
 _PREFILL_MODES = ("extend", "mixed", "draft_extend")
 _SOURCE_WENT_WRONG = ("transfer_source_damaged", "transfer_source_changed")
@@ -195,8 +196,8 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     short = _load_came_short(cluster)
     if short is not None:
         return short
-    copy = cluster.finding("copy_differs")
-    if copy is not None and copy.cause in ("nothing_landed", "loaded_wrong"):
+    copy = copy_finding(cluster, "nothing_landed", "loaded_wrong")
+    if copy is not None:
         said = f"{copy.place} of {copy.reader} {copy.detail}, in {copy.when}, and counts as loaded"
         return cluster.diagnosis(0.92, said, copy, cause=copy.event)
     for sign in cluster.head:
@@ -245,8 +246,8 @@ def host_copy_overwritten(cluster: Cluster) -> Diagnosis | None:
     """Two device pages are stored to one host page; the second overwrites the first before that is loaded.
     (TRT#9056)
     """
-    twice = cluster.finding("copy_differs")
-    if twice is not None and twice.cause == "two_to_one":
+    twice = copy_finding(cluster, "two_to_one")
+    if twice is not None:
         said = f"{twice.place} {twice.detail}, in {twice.when}: whoever loads either gets what was stored last"
         return cluster.diagnosis(0.95, said, twice, *twice.evidence, cause=twice.event)
     for sign in cluster.head:

@@ -3,7 +3,7 @@
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
 
 
-def _sign(cluster: Cluster, *causes: str) -> Sign | None:
+def copy_finding(cluster: Cluster, *causes: str) -> Sign | None:
     """Return the head's first finding of a copy with one of certain causes."""
     return next((sign for sign in cluster.head if sign.kind == "copy_differs" and sign.cause in causes), None)
 
@@ -18,14 +18,14 @@ def stored_wrong(cluster: Cluster) -> Diagnosis | None:
     """A storage does not hold what lay in the slots that were stored: the store went wrong, or what it left was changed
     before the load. (lab)
     """
-    sign = _sign(cluster, "stored_wrong", "changed_in_store")
+    sign = copy_finding(cluster, "stored_wrong", "changed_in_store")
     return None if sign is None else _diagnosis(cluster, sign, "the storage is wrong, not the slots")
 
 
 @rule("a layout was misread", branch="transfer")
 def layout_misread(cluster: Cluster) -> Diagnosis | None:
     """A store or load takes one order of layers, heads or tokens for another: the same bytes lie elsewhere. (lab)"""
-    sign = _sign(cluster, "other_order")
+    sign = copy_finding(cluster, "other_order")
     return None if sign is None else _diagnosis(cluster, sign, "the two ends lay it out differently")
 
 
@@ -34,14 +34,14 @@ def load_landed_elsewhere(cluster: Cluster) -> Diagnosis | None:
     """A load writes to other slots than its request was given: these keep what they held, those are overwritten.
     (conformance)
     """
-    sign = _sign(cluster, "landed_elsewhere")
+    sign = copy_finding(cluster, "landed_elsewhere")
     return None if sign is None else _diagnosis(cluster, sign, "the load wrote to the wrong slot")
 
 
 @rule("read before its load landed", branch="transfer")
 def read_before_landed(cluster: Cluster) -> Diagnosis | None:
     """A load is taken for ended, its slots are read, and its bytes come later. (conformance)"""
-    sign, late = _sign(cluster, "nothing_landed"), cluster.finding("load_landed_late", anywhere=True)
+    sign, late = copy_finding(cluster, "nothing_landed"), cluster.finding("load_landed_late", anywhere=True)
     if sign is None or late is None:
         return None
     return _diagnosis(cluster, sign, f"it landed before {late.when}, after its request had read it")

@@ -20,6 +20,12 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
             said = f"the table row of {other.reader} names {other.place} in {other.when}, {why}, though it had been given slots "
             said += f"enough: it {other.detail}"
             return cluster.diagnosis(0.9, said, other, *other.evidence, cause=other.event)
+    emptied = cluster.finding("padding_slot_read")
+    change = cluster.rewrite_of(emptied) if emptied is not None else None
+    if emptied is not None and change is not None and not cluster.window(emptied) and not cluster.is_sliding(emptied):
+        said = f"entries of the table row of {emptied.reader} were overwritten before event {change.event}, {change.count} from position "
+        said += f"{change.first_position} on, and name {emptied.place} in {emptied.when}: it {emptied.detail}"
+        return cluster.diagnosis(0.9, said, emptied, change.event, emptied.event, cause=change.event)
     sign = cluster.violation(CONTENT)
     if sign is None or sign.request_id < 0 or sign.position < 0:
         return None

@@ -15,6 +15,8 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
     if sign is None or cluster.finding("slot_double_allocated", anywhere=True) is not None:
         return None
     reads = sign.kind == "padding_slot_read"
+    if reads and cluster.rewrite_of(sign) is not None:
+        return None  # the row named another slot before
     said = f"in {sign.when} {sign.reader} {'reads' if reads else 'wrote a token to'} {sign.place}: {sign.detail}"
     return cluster.diagnosis(0.6 if reads else 0.95, said, sign, *sign.evidence, cause=sign.event)
 
@@ -29,6 +31,11 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
                 said += f"given: it reads that position in slot {found.slot}, which it had been given"
                 return cluster.diagnosis(0.94, said, sign, sign.event, found.event, cause=sign.event)
         if sign.kind == "attention_slots":
+            over = _over_its_own(cluster, sign) if sign.slot < 0 else None
+            if over is not None:
+                said = f"the row of {sign.reader} has no slot for position {sign.position} in {sign.when}, and its token was written to "
+                said += f"{over.place} all the same, which is the request's own for another position"
+                return cluster.diagnosis(0.95, said, over, sign.event, cause=sign.event)
             prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
             if sign.position >= prefix and cluster.was_given(sign):
                 said = f"in {sign.when} {sign.reader} wrote its token for position {sign.position} elsewhere than its row says: "
@@ -36,6 +43,7 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
         elif sign.bits & CONTENT or sign.kind in ("hit_never_written", "hit_differs"):
             own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
             moved = change is not None and own is not None and change.event > own[0]
+            moved = moved and not _never_filled_since(cluster, sign, own)
             if own is None or own[1] == sign.slot or moved or not cluster.was_given(sign) or cluster.is_sliding(sign):
                 continue
             given = cluster.last(sign, "alloc", "shared")
@@ -44,6 +52,28 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
                 said += f"written it to slot {own[1]} in event {own[0]}"
                 return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
     return None
+
+
+def _over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:
+    """Return the sign of a slot that a request has written for two positions, the later one in a sign's event for its position."""
+    wrote = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
+    for other in cluster.signs if wrote is not None and wrote[0] == sign.event else ():
+        mine = other.slot == wrote[1] and (other.request_id, other.position) != (sign.request_id, sign.position)
+        if mine and other.request_id == sign.request_id and cluster.was_given(other):
+            return other
+    return None
+
+
+def _never_filled_since(cluster: Cluster, sign: Sign, own: tuple[int, int] | None) -> bool:
+    """Whether a slot was given to its request for a position before that was written, elsewhere, over another of the request's."""
+    given = cluster.last(sign, "alloc")
+    if own is None or given is None or given.event > own[0] or given.request_id != sign.request_id:
+        return False
+    there = cluster.facts.of(cluster.group(sign), own[1], upto=own[0])
+    twice = [fact.request_id for fact in there if fact.what == "written"].count(sign.request_id) > 1
+    return twice and not cluster.filled_between(
+        sign, given.event, sign.event, "written", "copied", "loaded", "received"
+    )
 
 
 def _its_own_slot(cluster: Cluster, sign: Sign) -> Sign | None:
@@ -76,6 +106,8 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
         page = cluster.groups[cluster.group(sign)].page_size if cluster.groups else 1
         if filled is None or (given is not None and filled.event < given.event) or sign.count >= page > 1:
             continue
+        if joined.what == "cached" and _own_position(cluster, sign):
+            continue  # its own slot, which the cache shares with it: it was to go elsewhere
         if any(o.bits & CONTENT and (cluster.rewrite_of(o) or cluster.gave_up(o)) for o in cluster.head):
             continue  # its row is wrong, and with it the slots that come next
         holder = "it shares" if joined.what == "shared" else "the prefix cache holds"
@@ -84,6 +116,15 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
         )
         return cluster.diagnosis(0.95, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
     return None
+
+
+def _own_position(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a slot that a request writes is its own for another position: it was given it and has written it before."""
+    mine = [
+        fact.what for fact in cluster.history(sign) if fact.request_id == sign.request_id and fact.event < sign.event
+    ]
+    again = sign.runner > 0 or (cluster.wrote(sign) or (-1, -1))[1] == sign.slot
+    return "alloc" in mine and "written" in mine and "shared" not in mine and not again
 
 
 def _joined_empty(cluster: Cluster, sign: Sign) -> tuple[str, Fact] | None:
