@@ -40,7 +40,7 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
         again = given_to_another(cluster, other)
         if again is not None:
             said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
-            return cluster.diagnosis(0.64, said, other, again.event, other.event, cause=again.event)
+            return cluster.diagnosis(0.58, said, other, again.event, other.event, cause=again.event)
     doubled = cluster.finding("slot_written_twice")
     for later in cluster.signs if doubled is not None else ():
         own = cluster.wrote(later)
