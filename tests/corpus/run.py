@@ -54,6 +54,14 @@ ROUND_NOTES = (
         ),
     ),
     ("40e0d26", ""),
+    (
+        "02f91f1",
+        (
+            "Two more could not be seen in what the adapters record (of vLLM's drafts, of what SGLang hands to its pool), which "
+            "their headers say, and one never took effect."
+        ),
+    ),
+    ("3f270f7", ""),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

@@ -48,12 +48,12 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
             later.bits & CONTENT
             and own is not None
             and own[1] == later.slot
-            and cluster.finding("table_entry_differs") is None
+            and cluster.finding("table_entry_differs", "attention_slots") is None
         ):
             said = f"{later.place} stands in the row of {later.reader} for two positions, both written in {cluster.first.when}: it was "
             return cluster.diagnosis(0.96, said + "given to it twice", later, own[0], cause=own[0])
     for other in cluster.head:
-        taken = _two_owners(cluster, other)
+        taken = two_owners(cluster, other)
         if taken is not None:
             claim, write = taken
             said = f"{other.place} was given out again in event {claim.event} while {other.reader} had it, and written in event "
@@ -215,7 +215,7 @@ def lower_edge(cluster: Cluster, sign: Sign) -> bool:
     return window > 0 and (prefix < 0 or 0 <= sign.position - max(0, prefix - window) <= page)
 
 
-def _two_owners(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
+def two_owners(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
     """A slot that was written for one holder, then handed to a further one who wrote it too, and nobody gave it back."""
     if not sign.bits or cluster.complete:
         return None

@@ -182,8 +182,9 @@ def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
     if found is None or cluster.rewrite_of(found[0]) is not None:
         return None
     sign, given = found
-    if cluster.forked(sign):
-        return None
+    since = (cluster.wrote(sign) or (-1,))[0]
+    if cluster.forked(sign) or any(since < at <= sign.event for at in cluster.facts.loads.get(sign.request_id, ())):
+        return None  # its parent or a storage was to fill it
     back = " was put back, came again and" if cluster.facts.retracted_before(sign.request_id, sign.event) else ""
     said = f"{sign.reader}{back} counts position {sign.position} as computed in {sign.when}; its slot was given to it in event "
     said += f"{given.event} and nobody has written it since: {sign.place}"

@@ -43,6 +43,18 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
             said += "; attention's length and the slot that was written are those of another position"
         asked = f"select forward, request_id, table_position, position, token from tokens where event = {sign.event} limit 50"
         return cluster.diagnosis(0.97 if told else 0.93, said, sign, queries=(asked,), cause=sign.event)
+    for sign in cluster.head:
+        own = cluster.wrote(sign)
+        # Its own token, in the slot that it wrote for this very position: neither the row nor the slot is wrong.
+        if (
+            sign.runner == 0
+            and sign.bits & POSITION
+            and not sign.bits & TOKEN
+            and own == (sign.writer_event, sign.slot)
+        ):
+            said = f"{sign.reader} computed its token for position {sign.position} at position {sign.stored_position} in forward "
+            said += f"{sign.writer_forward}: {sign.place}, read in {sign.when}"
+            return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
     return None
 
 
@@ -226,6 +238,10 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
         s for s in cluster.head if s.bits & POSITION and s.request_id == first.request_id and s.group == first.group
     ]
     off = {(s.stored_position - s.position, s.writer_request_id == s.request_id) for s in wrong}
+    named = [s.slot for s in wrong if s.writer_request_id == s.request_id]
+    if cluster.window(first) and first.writer_request_id == first.request_id and len(set(named)) < len(named):
+        said = f"in {first.when} {first.reader} reads {first.place} for {named.count(first.slot)} positions of its sliding window"
+        return cluster.diagnosis(0.66, said, first, cause=first.event)
     if (
         len(wrong) < 2
         or len(off) != 1
@@ -246,6 +262,12 @@ def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     if sign is None:
         return None
     score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
+    own = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62) <= sign.position and cluster.was_given(
+        sign
+    )
+    score = (
+        min(score, 0.6) if own else score
+    )  # of a token of this forward: it was written elsewhere, and attention is right
     said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "
     said += f"{sign.reader}: {sign.detail}"
     asked = f"select * from attention_slots where event = {sign.event} order by batch_index, position limit 50"

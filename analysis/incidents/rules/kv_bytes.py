@@ -1,6 +1,7 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
+from .allocation import two_owners
 
 
 @rule("a KV write was lost", branch="write")
@@ -64,8 +65,10 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.only_kv_hash()
     if sign is None:
         return None
-    change = cluster.last(sign, "changed")
+    change, filled = cluster.last(sign, "changed"), cluster.filled(sign)
     score = 0.9 if len(cluster.places()) == 1 else 0.72
+    if (filled is not None and filled.what in ("copied", "loaded")) or two_owners(cluster, sign) is not None:
+        score = 0.6  # what brought it, or who else writes it, is likelier
     noticed = ""
     if change is not None:
         noticed = f"; the change was seen in event {change.event}"

@@ -51,6 +51,8 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
         fresh = not cluster.filled_between(sign, given.event, change.event, "written")
     score = 0.93 - (0.05 if change.count > 1 else 0) - (0.4 if fresh else 0)
     said += f"; the entry was overwritten before event {change.event}"
+    if cluster.window(sign) and sign.writer_request_id == sign.request_id:
+        score = min(score, 0.6)  # another of its own: attention may take the wrong ones of a right ring
     return cluster.diagnosis(score, said, sign, change.event, cause=change.event)
 
 

@@ -1,6 +1,6 @@
 """What went wrong with where tokens were written, and with padding."""
 
-from ..cluster import CONTENT, KV_HASH, Cluster, Diagnosis, Sign, events_query, rule
+from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
 from ..facts import Fact
 from .allocation import own_free
 
@@ -14,11 +14,13 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("table_entry_differs", "slot_written_twice", "padding_slot_read")
     if sign is None or cluster.finding("slot_double_allocated", anywhere=True) is not None:
         return None
+    shifted = any(other.bits & WRITE_POSITION and other.request_id == sign.request_id for other in cluster.head)
+    twice = sign.kind == "slot_written_twice" and any(o.bits & CONTENT and o.slot == sign.slot for o in cluster.signs)
     reads = sign.kind == "padding_slot_read"
     if reads and cluster.rewrite_of(sign) is not None:
         return None  # the row named another slot before
     said = f"in {sign.when} {sign.reader} {'reads' if reads else 'wrote a token to'} {sign.place}: {sign.detail}"
-    return cluster.diagnosis(0.6 if reads else 0.95, said, sign, *sign.evidence, cause=sign.event)
+    return cluster.diagnosis(0.6 if reads or shifted or twice else 0.95, said, sign, *sign.evidence, cause=sign.event)
 
 
 def _beside(cluster: Cluster) -> Diagnosis | None:
