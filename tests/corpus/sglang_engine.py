@@ -29,7 +29,6 @@ SETUPS = {
     "recurrent": ("lfm2", 1, 512, False, 4, False),
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
-    "llama-overlap-small": ("llama", 1, 130, True, 3, False),
 }
 
 

@@ -44,39 +44,6 @@ def late_unlock_clears_the_new_row(fired: Fired) -> None:
         return before(runner, batch, *args, **kwargs)
 
 
-@bug("sgl-project/sglang#31369", "recurrent", "state_restored_for_other_prefix")
-def state_tracked_one_step_off(fired: Fired) -> None:
-    """The length at which a recurrent state is kept is read after the next step has been counted. What is kept under a prefix is
-    the state of another length, and the next hit goes on from it."""
-    from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    stood: list = []
-
-    @replaces(ModelRunner, "forward")
-    def forward(before, runner, *args, **kwargs):
-        stood[:] = [conv.clone() for conv in runner.req_to_token_pool.mamba_pool.mamba_cache.conv]
-        return before(runner, *args, **kwargs)
-
-    @replaces(MambaComponent, "prepare_for_caching_req")
-    def prepare_for_caching_req(before, component, req, insert_params, *args, **kwargs):
-        made = before(component, req, insert_params, *args, **kwargs)
-        kept = insert_params.mamba_value
-        if kept is not None and made and stood:
-            pool = component.cache.req_to_token_pool.mamba_pool
-            for conv, old in zip(pool.mamba_cache.conv, stood, strict=True):
-                conv[:, kept] = old[:, req.kv.mamba_pool_idx].unsqueeze(1)
-        return made
-
-    @replaces(MambaComponent, "finalize_match_result_in_cache")
-    def finalize_match_result_in_cache(before, component, params, result):
-        found = before(component, params, result)
-        kv = getattr(params.req, "kv", None)
-        if kv is not None and kv.mamba_cow_src_index is not None:
-            fired()
-        return found
-
-
 @bug(
     "m0at/rvllm#32",
     "llama-page16",
@@ -110,26 +77,6 @@ def padding_takes_a_live_slot(fired: Fired) -> None:
             pool.k_buffer[at][loc[:1]] = 0.25
             pool.v_buffer[at][loc[:1]] = 0.5
         return done
-
-
-@bug("sgl-project/sglang-jax#982", "llama-overlap-small", "double_free", "page_given_twice", origin="sglang-jax")
-def extra_slot_freed_on_two_paths(fired: Fired) -> None:
-    """The slot of a request's last token is given back with the rest when it ends, and once more where the results of the step
-    are looked at. It is given to two requests."""
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    lost: set[int] = set()
-    _once_written_again(fired, lost)
-
-    @replaces(UnifiedRadixCache, "free_kv_row")
-    def free_kv_row(before, cache, kv, segments):
-        segments = list(segments)
-        row = cache.req_to_token_pool.req_to_token[kv.req_pool_idx].clone()
-        before(cache, kv, segments)
-        start, end = segments[-1]
-        if end > start and len(lost) < 3:
-            lost.add(int(row[end - 1]))
-            cache.token_to_kv_pool_allocator.free(row[end - 1 : end].long())
 
 
 @bug(

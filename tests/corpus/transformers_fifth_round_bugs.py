@@ -39,7 +39,13 @@ def users_of_a_prefill_changed_places(fired: Fired) -> None:
         return before(allocator, name, past, query)
 
 
-@bug("huggingface/transformers#45940", "hybrid", "attention_seq_len_wrong", "window_read_wrong")
+@bug(
+    "huggingface/transformers#45940",
+    "hybrid",
+    "attention_seq_len_wrong",
+    "window_read_wrong",
+    late="the first reads go to the right slot, only more often than they should",
+)
 def window_counted_full(fired: Fired) -> None:
     """The length of a sliding layer's keys is the window's before the window is full. Attention reads places that nobody has
     written yet."""
@@ -66,6 +72,7 @@ def window_counted_full(fired: Fired) -> None:
     "failed_load_counted_loaded",
     "copy_failed",
     origin="SGLang",
+    late="the right bytes are there again when the forward's are looked at",
 )
 def told_before_it_had_come(fired: Fired) -> None:
     """The receiver of a transfer is told of its end before the bytes are there. Its first forward reads what stood in the
@@ -95,7 +102,7 @@ def told_before_it_had_come(fired: Fired) -> None:
         coming.clear()
 
 
-@bug("NVIDIA/TensorRT-LLM#15018", "qwen-page16", "page_leaked", origin="TensorRT-LLM")
+@bug("NVIDIA/TensorRT-LLM#15018", "qwen-page16", "page_leaked", origin="TensorRT-LLM", recorded=False)
 def orphaned_blocks(fired: Fired) -> None:
     """A block whose place in the index another block has taken meanwhile is nobody's when its request ends. It is neither cached
     nor given back."""

@@ -90,7 +90,16 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
     if sign is not None:
         said = f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}"
         queries = (request_query(sign.request_id), events_query(sign.evidence))
-        return cluster.diagnosis(0.97, said, sign, queries=queries, cause=sign.event)
+        doubled = cluster.finding("slot_written_twice")
+        wrote = (
+            [f.request_id for f in cluster.history(doubled) if (f.event, f.what) == (sign.event, "written")]
+            if doubled
+            else []
+        )
+        alone = (
+            sign.cause == "same_forward" and wrote == [sign.request_id] * 2
+        )  # it is in the batch twice, and nobody else is
+        return cluster.diagnosis(0.6 if alone else 0.97, said, sign, queries=queries, cause=sign.event)
     for other in cluster.head:
         own = cluster.facts.strayed.get((other.event, other.request_id))
         if own is not None:
