@@ -59,7 +59,9 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
 def _over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:
     """Return the sign of a slot that a request has written for two positions, the later one in a sign's event for its position."""
     wrote = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
-    for other in cluster.signs if wrote is not None and wrote[0] == sign.event else ():
+    if wrote is None or wrote[0] != sign.event:
+        return None
+    for other in cluster.signs:
         mine = other.slot == wrote[1] and (other.request_id, other.position) != (sign.request_id, sign.position)
         if mine and other.request_id == sign.request_id and cluster.was_given(other):
             return other
