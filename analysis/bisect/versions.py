@@ -48,9 +48,10 @@ def read_versions(paths: Sequence[Path], order: Sequence[str] = ()) -> tuple[lis
     engines: set[str] = set()
     try:
         for path in paths:
-            if path.is_dir() and next(path.glob("*.arrow"), None) is None:
+            folders = sorted({trace.parent for trace in path.rglob("*.arrow")}) if path.is_dir() else []
+            if path.is_dir() and not folders:
                 continue  # of a version that did not start
-            run = tuple(traces_in(path)) if path.is_dir() else (path,)
+            run = tuple(trace for folder in folders for trace in traces_in(folder)) or (path,)
             if not path.name.startswith("."):
                 found.append((path, _name(path, run, order, engines), run))
     except TraceError as error:
