@@ -55,7 +55,7 @@ def test_one_document_and_nothing_else(name: str, places: dict[str, str]) -> Non
         (["sql", "gone.arrow"], "gone.arrow: no such file or folder", "name a trace or a report folder"),
         (["sql", "TRACE", "select nonsense from losses"], "Binder Error: Referenced column", ""),
         (["triage", "gone.report"], "gone.report: no such f", "name a trace or a report folder"),
-        (["incidents", "gone.report"], "gone.report: no such f", "name the folder that kvcanary-replay wrote"),
+        (["incidents", "gone.report"], "gone.report: no such f", "name a trace or a report folder"),
         (["page", "gone.report"], "gone.report: no such f", "name a trace or a report folder"),
     ],
 )

@@ -62,7 +62,7 @@ ROUND_NOTES = (
         ),
     ),
     (
-        "ad88e24",
+        "9b43459",
         (
             "One more is a leak in an engine whose slots are not all told, one never took effect, and one could not be recorded in "
             "time. `restored_one_token_too_many` also has its request in the batch twice, which the rules named."
