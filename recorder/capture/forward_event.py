@@ -15,6 +15,7 @@ from ..state.tables import StateTables
 from ..state.writes import stays
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
+from ..trace.schema import FAILED
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host
 from .kv_shadow import GroupKvShadow, of_runner
@@ -49,7 +50,8 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
         kind="forward",
         time_ns=forward.time_ns,
         scalars={"forward": forward.number, "kv_watched": int(forward.kv_watched)}
-        | {name: getattr(forward, name) for name in _SCALARS},
+        | {name: getattr(forward, name) for name in _SCALARS}
+        | ({"status": FAILED} if forward.failed else {}),
         ints={name: values for name, values in ints.items() if values.size},
         bytes={name: values for name, values in payload.items() if values.size},
     )

@@ -180,6 +180,7 @@ class CopiedForward:
     recurrent: dict[str, Int64Array] = field(default_factory=dict)  # event columns
     values: dict[str, Int64Array] = field(default_factory=dict)  # event columns: written, and no model's
     note: str = ""
+    failed: bool = False  # what it wrote is unknown
 
     def ints(self, name: str) -> Int64Array:
         """Return a column of `changes`, none where it is not filled: what a replay's tables are brought up to date by."""

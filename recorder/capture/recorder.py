@@ -51,7 +51,7 @@ class Recorder(EventRecording):
     def before_forward(self, given: ForwardInput) -> None:
         """Capture what a forward is about to read and write; `after_forward` completes it."""
         if self._pending is not None:
-            self._pending.note = "the engine did not call after_forward()"
+            self._pending.note, self._pending.failed = "the engine did not call after_forward()", True
             self._finish_forward(self._pending)
             self.wrong_call(f"before_forward: after_forward() was not called for forward {self._forwards - 1}")
         forward = copy_forward(
@@ -89,7 +89,13 @@ class Recorder(EventRecording):
 
     @guarded
     def after_forward(
-        self, *, sampled_tokens: Any = (), sampled_lens: Any = (), note: str = "", submitted: Submitted | None = None
+        self,
+        *,
+        sampled_tokens: Any = (),
+        sampled_lens: Any = (),
+        note: str = "",
+        failed: bool = False,
+        submitted: Submitted | None = None,
     ) -> None:
         """Complete the event of the forward that `before_forward` began.
 
@@ -97,6 +103,7 @@ class Recorder(EventRecording):
             sampled_tokens: `[sum(sampled_lens)]`, request by request.
             sampled_lens: `[bs]` how many tokens each request got, or nothing if sampling is recorded otherwise.
             note: kept in the event; for a forward that failed, how.
+            failed: the model raised: nobody knows what it has written, and a replay judges nothing by it.
             submitted: for each `(group, stream)` whose K or V was seen on its way to the cache, `[T, ...]` what the model
                 handed in, a token's bytes in the order in which the pool stores them; compared with what is stored.
         """
@@ -110,7 +117,8 @@ class Recorder(EventRecording):
                 f"sampled_lens has length {lens.size} and asks for {wanted} tokens, expected length "
                 f"{forward.rows.size} or 0 and {tokens.size} tokens"
             )
-        forward.note, forward.sampled_lens, forward.sampled_tokens = note, lens, tokens
+        forward.note, forward.failed = note, failed
+        forward.sampled_lens, forward.sampled_tokens = lens, tokens
         self._finish_forward(forward, submitted)
 
     @guarded
@@ -186,7 +194,7 @@ class Recorder(EventRecording):
 
     def _end_pending(self, note: str) -> None:
         if self._pending is not None:
-            self.after_forward(note=note)
+            self.after_forward(note=note, failed=True)
 
     def _finish_forward(self, forward: CopiedForward, submitted: Submitted | None = None) -> None:
         self._pending = None
@@ -194,8 +202,9 @@ class Recorder(EventRecording):
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
         if self.header.states:
             forward.recurrent = self._recurrent.end()
-        forward.values = written_values(forward, self.kv)
-        if submitted:
+        if not forward.failed:
+            forward.values = written_values(forward, self.kv)
+        if submitted and not forward.failed:
             add_submitted(forward, submitted, self.kv, gathered)
         if forward.kv_watched:
             watch(forward, self.kv, PHASE_AFTER)

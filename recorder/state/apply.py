@@ -134,7 +134,10 @@ class EventApplier(ABC, Generic[Step]):
         event = forward.event + 1  # 0 stands for nobody, so that untouched slots stay zero pages
         mark = select(mark_writer_loops, self._backend)
         mark(step.slots, offsets, forward.request_ids, event, forward.forward, step.pool.pool.writers)
-        step.pool.learn(step.slots)
+        if forward.failed:
+            step.pool.forget(step.slots[(step.slots > 0) & (step.slots < step.pool.num_slots)])
+        else:
+            step.pool.learn(step.slots)
         step.pool.chain(step.slots, step.write_plan, forward.prefix_lens)
 
     # --- what happens between forwards

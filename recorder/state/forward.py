@@ -10,7 +10,7 @@ from ...kernels.arrays import ByteArray, Int64Array
 from ..capture.host_arrays import ragged_index
 from ..trace.header import KvStream, TraceHeader
 from ..trace.reader import EventView
-from ..trace.schema import RECURRENT_OPS, WRITTEN_VALUES
+from ..trace.schema import FAILED, RECURRENT_OPS, WRITTEN_VALUES
 
 MAX_PREFIX = 1 << 62
 _MAX_POSITION = 1 << 40
@@ -52,7 +52,8 @@ class Forward:
     `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
     `recurrent` `[n, 7] int64` is what happened to slots of recurrent state, by the columns of `recurrent_*`.
     `values` `[n, 6] int64` are values that were written and that no model writes, by the columns of `value_*`.
-    `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got.
+    `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got. `failed`: what
+    it wrote is unknown.
     """
 
     event: int
@@ -77,6 +78,7 @@ class Forward:
     windows: Int64Array | None = None
     recurrent: Int64Array | None = None
     values: Int64Array | None = None
+    failed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +145,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         runner=runner,
         mode=str(view.scalar("mode")),
         kv_watched=bool(view.scalar("kv_watched")),
+        failed=view.scalar("status") == FAILED,
         req_pool_indices=rows,
         truth_lens=truth_lens if header.truth_table is not None and len(truth_lens) == bs and bs else None,
         sampled_lens=sampled_lens,

@@ -146,6 +146,9 @@ WRITTEN_VALUES: Final = ("nan", "infinite", "zeros")
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it
 
+# `status` of a forward event: the model raised, or nobody saw it end, so that what it wrote is unknown. Since minor version 7.
+FAILED: Final = "failed"
+
 # `status` of a loss event that lists every slot which the lost events may have written. Without it, all state is
 # unknown after the loss.
 SLOTS_LISTED: Final = "slots_listed"

@@ -215,7 +215,7 @@ class WriteLost(HistoryCheck):
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         streams = self.history.header.streams(view.forward.runner)
-        for group in view.groups:
+        for group in () if view.forward.failed else view.groups:
             left = [view.forward.kv_bytes[n] for n, (index, _) in enumerate(streams) if index == group.pool.index]
             if left:
                 yield from self._lost(view, group, left)

@@ -18,18 +18,18 @@ from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.state.pools import GroupPool
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream, PoolGroup, StatePool, TraceHeader
-from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
+from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, FAILED, INT_LISTS
 from ..checks import CHECK_NAMES
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
 # in which it saw what the model handed to the cache, for every stream; in which it saw the lengths, and the slots, that
 # attention got; that came with truth tokens; their tokens; of these the unknown; those in which it saw which positions
-# every sliding group read.
+# every sliding group read; that were seen to end, the model not raising.
 FIGURES: Final = (
     *("forwards", "bytes_watched", "submitted", "attention_lens", "attention_slots", "with_truth", "tokens", "unknown"),
-    "windows",
+    *("windows", "ended"),
 )
-_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS = range(len(FIGURES))
+_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS, _ENDED = range(len(FIGURES))
 
 # What is counted of a comparison with a model, beside the reasons why values were not compared.
 COMPARED: Final = "compared"
@@ -43,7 +43,19 @@ _MOST_NAMED: Final = 8
 _ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
 # One of many.
 _NAMED: Final = frozenset(
-    {"layers", "bytes", "samples", "values", "bytes_watched", "submitted", "attention", "window", "truth", "columns"}
+    {
+        "layers",
+        "bytes",
+        "samples",
+        "values",
+        "ended",
+        "bytes_watched",
+        "submitted",
+        "attention",
+        "window",
+        "truth",
+        "columns",
+    }
 )
 
 
@@ -93,6 +105,8 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
     streams, sliding = np.array(counts, np.int64)[runners].T
     truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
     unknown = np.concatenate(([0], np.cumsum(batch.values("input_ids") == UNKNOWN_TOKEN)))
+    status = batch.strings("status")
+    ended = np.array([one != FAILED for one in status])[rows] if FAILED in status else np.ones(len(rows), np.int64)
     columns = (
         np.ones(len(rows), np.int64),
         batch.scalar_ints("kv_watched")[rows] != 0,
@@ -103,6 +117,7 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
         _lengths(batch, "input_ids", rows),
         np.diff(unknown[batch.offsets("input_ids")])[rows],
         (sliding > 0) & (batch.scalar_ints("window_watched")[rows] >= sliding),
+        ended,
     )
     counted = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
     np.add.at(figures, runners, counted)
@@ -178,6 +193,9 @@ def coverage(
         name = runner.name
         if not counted[_FORWARDS] and judged:
             rows.append(Watched("runner", name, 0, 0, words=f"{name}: it ran no forward with a request"))
+        if counted[_ENDED] < counted[_FORWARDS]:
+            reason = "the model raised, or nobody saw the forward end"
+            rows.append(_of_forwards("ended", name, counted, _ENDED, "what forwards wrote that failed", reason))
         if header.streams(index) and settings["kv_hash"] != "none":
             every = header.capture.kv_watch_every
             reason = f"read again every {every:,} forwards" if every else "never read again"

@@ -241,8 +241,8 @@ def test_a_model_that_raises_leaves_a_note(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(type(subject), "forward", fail_once)
     with attach(tmp_path / "trace.arrow"), pytest.raises(AssertionError):
         generate(subject)
-    notes = [event.scalar("note") for event in read_trace(tmp_path / "trace.arrow") if event.kind == "forward"]
-    assert notes[-1] == "the model raised RuntimeError: out of memory"
+    last = [event for event in read_trace(tmp_path / "trace.arrow") if event.kind == "forward"][-1]
+    assert (last.scalar("note"), last.scalar("status")) == ("the model raised RuntimeError: out of memory", "failed")
     assert judged(tmp_path / "trace.arrow").violations == 0
 
 

@@ -50,7 +50,7 @@ def _rows(
     header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None, samples: Int64Array | None = None
 ) -> list[Watched]:
     figures = no_figures(header)
-    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0, seen]
+    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0, seen, 10]
     return coverage(
         header,
         figures,
@@ -116,8 +116,8 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
         groups=(_group(), _group("draft", runner=1)), runners=(Runner(), Runner(name="draft", derived=("positions",)))
     )
     figures = no_figures(header)
-    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0]
-    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0]
+    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0, 10]
+    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0, 8]
     given = {"recorded": 20, "judged": 18, "entries_read": 50, "unknown_entries": 5, "settings": SETTINGS}
     rows = coverage(header, figures, no_samples(header), **given)
     words = not_watched(rows)

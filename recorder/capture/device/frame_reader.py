@@ -109,6 +109,7 @@ class FrameReader:
             kv_changes=_kv_changes(changed, layout.stream_words),
             attention_watched=attention,
             note="; ".join(notes),
+            failed=bool(in_flight.note),
         )
         if attention & ATTENTION_LENS:
             forward.attention["attention_seq_lens"], forward.attention["attention_query_lens"] = lens[:, :real]

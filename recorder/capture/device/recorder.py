@@ -157,9 +157,9 @@ class DeviceRecorder:
         self._capture.before(forward)
 
     @harmless
-    def after_forward(self, *, note: str = "") -> None:
-        """Complete the forward that `before_forward` began."""
-        self._capture.after(note)
+    def after_forward(self, *, note: str = "", failed: bool = False) -> None:
+        """Complete the forward that `before_forward` began; `note` says how it failed, if it did."""
+        self._capture.after(note or ("it failed" if failed else ""))
 
     @property
     def off(self) -> str:

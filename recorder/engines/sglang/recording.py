@@ -229,7 +229,7 @@ class SglangRecording:
 
     def _complete(self, error: BaseException | None) -> None:
         note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
-        self.recorder.after_forward(note=note)
+        self.recorder.after_forward(note=note, failed=error is not None)
 
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""

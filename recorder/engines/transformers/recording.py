@@ -160,7 +160,7 @@ class TransformersRecording:
         submitted = {key: as_rows(states)[: self._tokens] for key, states in self._submitted.items()}
         self._submitted.clear()
         if error is not None:
-            self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}")
+            self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}", failed=True)
             return
         io = processor.inputs_and_outputs
         sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)

@@ -320,10 +320,10 @@ class VllmRecording:
         if error is None and step is not None and step.attention:
             again = self._read_attention(step)  # what the metadata hold at the forward's end
             attention = again if again is step.attention else (*step.attention, *again)
-        self.recorder.after_forward(note=note)
+        self.recorder.after_forward(note=note, failed=error is not None)
         for forward in self._later:
             self._begin(forward, attention)
-            self.recorder.after_forward(note=note)
+            self.recorder.after_forward(note=note, failed=error is not None)
         self._now, self._later = None, []
         if self.layout.draft is None:
             self._filled()

@@ -151,6 +151,7 @@ def test_what_the_model_raises_is_told_and_raised(tmp_path: Path, monkeypatch: p
     _, told = events(tmp_path)
     notes = [event.scalar("note") for event in told if event.kind == "forward"]
     assert notes == [""] * 5 + ["the model raised RuntimeError: the model failed"]
+    assert [event.scalar("status") for event in told if event.kind == "forward"] == [""] * 5 + ["failed"]
 
 
 def test_what_a_host_cache_loads_back_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ class Engine:
         self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=0)
         self.table = np.zeros((4, 16), np.int32)
 
-    def write(self, slot, token, key, value, *, request=7, row=1):
+    def write(self, slot, token, key, value, *, request=7, row=1, failed=False):
         """A new request of one token, which leaves `key` and `value` in every byte of the slot."""
         self.table[row, 0] = slot
         one = np.ones(1, np.int64)
@@ -46,7 +46,7 @@ class Engine:
             )
         )
         self.kv[0][slot], self.kv[1][slot] = key, value
-        self.recorder.after_forward()
+        self.recorder.after_forward(failed=failed)
 
     def found(self, tmp_path):
         self.recorder.close()
@@ -98,3 +98,20 @@ def test_what_a_loss_may_have_written_is_not_judged(engine, tmp_path):
     engine.recorder.lost("a test says so")
     engine.write(5, 200, 3, 4)
     assert engine.found(tmp_path) == []
+
+
+@pytest.mark.parametrize("executor", ["interval", "stepwise"])
+def test_what_a_forward_wrote_that_failed_is_unknown(executor, engine, tmp_path):
+    """Nor is a later write of the bytes that were there before compared with the token that was to come between."""
+    engine.write(5, 100, 3, 4)
+    engine.write(5, 200, 3, 4, request=8, failed=True)
+    engine.write(5, 300, 3, 4, request=9)
+    engine.write(6, 100, 3, 4, request=10)
+    engine.write(6, 200, 3, 4, request=11)
+    engine.recorder.close()
+    settings = ReplaySettings(checks=("write_lost",), executor=executor)
+    summary = replay(engine.path, settings=settings, report=tmp_path)
+    (row,) = pq.read_table(tmp_path / "findings.parquet").to_pylist()
+    assert (row["forward"], row["request_id"]) == (4, 11)
+    (ended,) = [row for row in summary.coverage if row.what == "ended"]
+    assert (ended.watched, ended.total, ended.words) == (4, 5, "what forwards wrote that failed in 1 of 5 forwards")
