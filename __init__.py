@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .kernels.ops.hash.kv_source import KvSource
     from .kernels.ops.oracle.own import HashOracle, TokenOracle
     from .recorder.capture.device.recorder import DeviceRecorder
-    from .recorder.capture.engine_events import IdentityValue
+    from .recorder.capture.event_input import IdentityValue
     from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
     from .recorder.capture.kv_tensor import KvTensor
     from .recorder.capture.paged import BlockUse, PagedRecorder
@@ -49,7 +49,7 @@ EXPORTS: Final = {
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",
     "HashOracle": "kernels.ops.oracle.own",
-    "IdentityValue": "recorder.capture.engine_events",
+    "IdentityValue": "recorder.capture.event_input",
     "KvSource": "kernels.ops.hash.kv_source",
     "KvStream": "recorder.trace.header",
     "KvTensor": "recorder.capture.kv_tensor",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...recorder.cli.program import CommandError, GivenPath, console_for
-from ...replayer.cli.replay import check_names, device_names
+from ...replayer.cli.options import check_names, device_names
 from . import errors_end, say, say_error
 from .fleet_page import fleet_page_command
 

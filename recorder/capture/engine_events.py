@@ -1,8 +1,7 @@
 """What an engine does beside its forwards: requests, slots that change hands, copies, sweeps, transfers, notes."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, get_args
 
 import numpy as np
 
@@ -21,62 +20,11 @@ from ..trace.schema import (
     TransferDirection,
     TransferStatus,
 )
-from .host_arrays import ordered_runs, own_int64, runs_to_slots, whole_number
+from .event_input import CopyEnds, IdentityValue, SlotsChanged, identity_columns
+from .host_arrays import one_of, ordered_runs, own_int64, runs_to_slots, whole_number
 from .recording import Recording, guarded
 
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
-
-
-class IdentityValue(NamedTuple):
-    """What a request's KV depends on beside its tokens: a LoRA adapter, a cache salt, the weights' version, or media.
-
-    `value` is kept as a hash; "" says that there is none. Of media `length` positions from `start` on have it; a value of
-    "media" without positions says that there are no others.
-    """
-
-    kind: str  # of IDENTITY_KINDS
-    value: str
-    start: int = 0
-    length: int = 0
-
-
-def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str], str]) -> dict[str, Int64Array]:
-    """Return a request's identity as columns; `hash_name` keeps texts private, if names are."""
-    rows = []
-    for kind, value, start, length in identity:
-        _one_of("identity kind", kind, schema.IDENTITY_KINDS)
-        text = hash_name(str(value)).encode("utf-8", "surrogatepass")
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) or 1
-        rows.append((schema.IDENTITY_KINDS.index(kind), int(start), int(length), number if value else 0))
-    columns = np.array(rows, np.int64).T.copy()
-    return dict(zip(("identity_kind", "identity_start", "identity_count", "identity_hash"), columns, strict=True))
-
-
-class CopyEnds(NamedTuple):
-    """What lay at both ends of the runs of a copy, `[n] int64` each, as `host_arrays.end_hashes` says; 0 if it was not read.
-
-    `before` is what lay at the destination when the copy was asked for, `landed` the first slot of the page of the pool that
-    got the bytes in the destination's stead, -1 if none did; the destination itself if that is not its request's.
-    """
-
-    src: Int64Array
-    dst: Int64Array
-    before: Int64Array
-    landed: Int64Array
-
-
-class SlotsChanged(NamedTuple):
-    """Runs of `each` slots, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
-
-    kind: SlotChange
-    groups: Sequence[int]
-    starts: Sequence[int]
-    each: int
-    request_id: int = -1
-    row: int = -1
-    status: AllocStatus = ALLOC_FRESH
-    note: str = ""
-    time_ns: int = 0  # when, 0 for now
 
 
 class EventRecording(Recording):
@@ -121,7 +69,7 @@ class EventRecording(Recording):
 
         To be called after the frees that belong to it: what a request still owns then has leaked.
         """
-        _one_of("status", status, schema.REQUEST_STATUSES)
+        one_of("status", status, schema.REQUEST_STATUSES)
         number = whole_number(request_id, "request_id")
         self._record("status", _row_column(row), request_id=number, status=status, note=note)
         if status != "admitted":
@@ -153,8 +101,8 @@ class EventRecording(Recording):
                 "cached" if it handed its slots to the prefix cache.
             note: why.
         """
-        _one_of("kind", kind, get_args(SlotChange))
-        _one_of(f"status of {kind}", status, schema.ALLOC_STATUSES if kind == "alloc" else ("",))
+        one_of("kind", kind, get_args(SlotChange))
+        one_of(f"status of {kind}", status, schema.ALLOC_STATUSES if kind == "alloc" else ("",))
         starts, counts = (
             map(own_int64, runs, ("runs", "runs")) if runs else ordered_runs(np.sort(own_int64(slots, "slots")))
         )
@@ -354,8 +302,8 @@ class EventRecording(Recording):
             note: why it failed.
         """
         own, kv = self._numbers.of_group(group, own_int64(slots, "slots")), self.kv[group]
-        _one_of("status", status, schema.TRANSFER_STATUSES)
-        _one_of("direction", direction, schema.TRANSFER_DIRECTIONS)
+        one_of("status", status, schema.TRANSFER_STATUSES)
+        one_of("direction", direction, schema.TRANSFER_DIRECTIONS)
         starts, counts = ordered_runs(own)
         ints = _slot_columns(np.full(starts.size, group, np.int64), starts, counts, row)
         event = self._event(
@@ -412,11 +360,6 @@ def _row_column(row: int) -> dict[str, Int64Array]:
 
 def _slot_columns(groups: Int64Array, starts: Int64Array, counts: Int64Array, row: int) -> dict[str, Int64Array]:
     return {"slot_group": groups, "slot_start": starts, "slot_count": counts, **_row_column(row)}
-
-
-def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{what} is {value!r}, expected {', '.join(repr(name) for name in allowed)}")
 
 
 def _json(labels: Mapping[str, Any] | None) -> str:

@@ -187,3 +187,9 @@ def end_hashes(parts: Sequence[npt.NDArray[Any]]) -> Int64Array:
     half = np.uint64(32)
     mixed = ((ordered ^ (ordered >> half)) << half) | (plain & np.uint64(0xFFFFFFFF))
     return np.where(mixed == 0, np.uint64(1), mixed).view(np.int64)
+
+
+def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise `ValueError` if `value` is none of those that `what` may be."""
+    if value not in allowed:
+        raise ValueError(f"{what} is {value!r}, expected {', '.join(repr(name) for name in allowed)}")

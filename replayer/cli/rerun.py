@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ...recorder.cli.program import GivenPath, JsonErrors, console_for, fail
 from ...recorder.errors import TraceError, printable
-from .replay import model_folder
+from .options import model_folder
 
 if TYPE_CHECKING:
     from ..model.rerun import Rerun

@@ -19,7 +19,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.engine_events import IdentityValue
+from ...capture.event_input import IdentityValue
 from ...capture.forward_input import TruthTokens
 from ...capture.recorder import Recorder
 from ..common.hooking import Around, beside

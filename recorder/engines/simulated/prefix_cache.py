@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.engine_events import CopyEnds
+from ...capture.event_input import CopyEnds
 from ...capture.host_arrays import end_hashes
 from .pools import NO_PAGES, PageAllocator
 from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix

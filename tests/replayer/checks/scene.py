@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from kvcanary.recorder.capture.engine_events import IdentityValue
+from kvcanary.recorder.capture.event_input import IdentityValue
 from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TruthTokens
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.capture.recurrent import StateAccess

@@ -7,7 +7,7 @@ import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
 from kvcanary.analysis.shrink.proof import write_part
-from kvcanary.recorder.capture.engine_events import IdentityValue
+from kvcanary.recorder.capture.event_input import IdentityValue
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.recorder import Recorder
