@@ -63,7 +63,7 @@ class Budget:
             os.close(file)
 
 
-class Sampler:
+class Windows:
     """Says by `wanted` whether this process is to record now, and by `reason` why; `start` begins to look, in a thread.
 
     A freeze keeps what this process has recorded and still has, has the window under way and the next one recorded
@@ -90,10 +90,10 @@ class Sampler:
         """Look once, and go on in a thread; a process that has no more threads records nothing."""
         self.look(time.time())
         try:
-            threading.Thread(target=self._run, name="kvcanary-sampler", daemon=True).start()
+            threading.Thread(target=self._run, name="kvcanary-windows", daemon=True).start()
         except RuntimeError as error:
             self.wanted = False
-            _log.error("kvcanary: not recording: no thread for the sampler: %s", error)
+            _log.error("kvcanary: not recording: no thread that looks at the clock: %s", error)
 
     def begun(self, recorder: Any) -> None:
         """Count what a recorder writes from now on, and know its recording."""
@@ -109,7 +109,7 @@ class Sampler:
             try:
                 self.look(time.time())
             except Exception:  # noqa: BLE001  # the engine goes on, and so does a recording under way
-                _log.exception("kvcanary: the sampler failed; it tries again")
+                _log.exception("kvcanary: looking for the window failed; it is tried again")
 
     def look(self, now: float) -> None:
         """Find out what is wanted at a time, in seconds since 1970."""
@@ -162,7 +162,7 @@ class Sampler:
             _log.warning("kvcanary: %s: kept (%s): %s", recording, note, folder)
 
 
-def sampled_header(header: TraceHeader, settings: RecordingSettings, sampler: Any, *, late: bool) -> TraceHeader:
+def sampled_header(header: TraceHeader, settings: RecordingSettings, windows: Any, *, late: bool) -> TraceHeader:
     """Return a header that says which sampling is in force, and what a recording that begins late does not see."""
     sampling, not_watched = header.sampling, header.not_watched
     if settings.sample_servers < 1 or settings.in_windows:
@@ -173,7 +173,7 @@ def sampled_header(header: TraceHeader, settings: RecordingSettings, sampler: An
             windows=settings.sample_windows,
             window_seconds=settings.window_seconds if settings.in_windows else 0,
             bytes_a_day=settings.bytes_a_day,
-            reason="window" if sampler is None else sampler.reason,
+            reason="window" if windows is None else windows.reason,
         )
     if late:
         not_watched += (NotWatched(what="other", name="what the engine had cached before", reason=RAN_BEFORE),)

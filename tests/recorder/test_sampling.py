@@ -9,7 +9,7 @@ from kvcanary.recorder.engines.common.hooking import Wraps, wrap_method
 from kvcanary.recorder.engines.transformers import attach_from_environment
 from kvcanary.recorder.process.settings import RecordingSettings, hashed_place
 from kvcanary.recorder.trace.inspect import inspect_trace
-from kvcanary.recorder.writing.sampling import BUDGET_FILE, Budget, Sampler
+from kvcanary.recorder.writing.sampling import BUDGET_FILE, Budget, Windows
 from kvcanary.recorder.writing.writer import TraceWriter
 
 from ..support.engines.documented_engine import judged
@@ -58,7 +58,7 @@ def test_windows_a_budget_and_what_a_freeze_keeps(tmp_path: Path) -> None:
         bytes_a_day=1 << 17,
         freeze_file=tmp_path / "freeze",
     )
-    sampler = Sampler(settings)
+    sampler = Windows(settings)
     day = 1_000 * 86_400.0
     wanted = {}
     for number in range(10):
@@ -119,13 +119,13 @@ def test_a_server_that_is_not_chosen_sets_no_hook(tmp_path: Path, monkeypatch: p
 def test_windows_of_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = model("llama")
     expected = generate(subject, max_new_tokens=8)
-    monkeypatch.setattr(Sampler, "start", lambda _: None)  # the test says when
+    monkeypatch.setattr(Windows, "start", lambda _: None)  # the test says when
     for name, value in (("TRACE", str(tmp_path)), ("SAMPLE_WINDOWS", "1%"), ("FLEET", "f"), ("SERVER", "s")):
         monkeypatch.setenv(f"KVCANARY_{name}", value)
     attachment = attach_from_environment()
     assert attachment is not None
     with attachment:
-        for attachment.sampler.wanted in (False, True, False, True):
+        for attachment.windows.wanted in (False, True, False, True):
             assert generate(subject, max_new_tokens=8, keep_manager=True) == expected
         subject.destroy_cached_continuous_batching_manager()
     first, second = sorted(tmp_path.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns)

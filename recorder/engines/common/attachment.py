@@ -37,7 +37,7 @@ class EngineAttachment:
         self._ends = False  # the process is about to be killed
         self._paused = threading.Event()  # the engine is held before a step
         self._stepped = 0.0  # when its last step began
-        self.sampler: Any = None  # a `Sampler`; None records all the time
+        self.windows: Any = None  # a `Windows`; None records all the time
         self._in_window = True
 
     def recorders(self) -> Sequence[Any]:
@@ -85,21 +85,21 @@ class EngineAttachment:
 
     def sample(self, settings: RecordingSettings) -> bool:
         """Begin to look at the clock if that decides when to record; return whether to record now."""
-        if settings.in_windows and self.sampler is None:
+        if settings.in_windows and self.windows is None:
             from ...capture.recorder import prepare_kernels
-            from ...writing.sampling import Sampler
+            from ...writing.sampling import Windows
 
             prepare_kernels()  # now, not in the step before which a window begins
-            self.sampler = Sampler(settings)
-            self.sampler.start()
-            self._in_window = self.sampler.wanted
+            self.windows = Windows(settings)
+            self.windows.start()
+            self._in_window = self.windows.wanted
             logger.info("kvcanary: recording in windows: %s", "now" if self._in_window else "not now")
         return self._in_window
 
     def look_at_window(self) -> None:
         """To be called before a step of a process that samples: a window may begin or end there."""
-        if self.sampler.wanted != self._in_window and not self.off & self.ending:
-            self._in_window = self.sampler.wanted
+        if self.windows.wanted != self._in_window and not self.off & self.ending:
+            self._in_window = self.windows.wanted
             self.begin_window() if self._in_window else self.end_window()
 
     def begin_window(self) -> None:

@@ -146,13 +146,13 @@ class SglangAttachment(EngineAttachment):
             self.not_watched += register_drafts(self)
         settings, missing = self._settings, (*self.not_watched, *not_applied())
         looked_at = self._inside, self._layers
-        begins = functools.partial(sampled_header, settings=settings, sampler=self.sampler, late=late)
+        begins = functools.partial(sampled_header, settings=settings, windows=self.windows, late=late)
         recording = SglangRecording(scheduler, runners, settings, tuple(notes), missing, *looked_at, begins)
         with beginning(recording.recorder), self._wraps:
             if late:
                 recording.recorder.begins_late()
-            if self.sampler is not None:
-                self.sampler.begun(recording.recorder)
+            if self.windows is not None:
+                self.windows.begun(recording.recorder)
             self._follow(scheduler, recording, allocator if history else None)
             if recording.recorder.header.sampler is not None:
                 sampler = recording.recorder.header.sampler
@@ -278,7 +278,7 @@ class SglangAttachment(EngineAttachment):
     def on_run(self, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Get to know the requests of a batch that is about to run, and which forward its result belongs to."""
         self.next_step()
-        if self.sampler is not None:
+        if self.windows is not None:
             self.look_at_window()
         recording = self.recording
         if recording is None or "on_run" in self.off:

@@ -134,7 +134,7 @@ class TransformersAttachment(EngineAttachment):
 
     def on_step(self, processor: Any, _model: Any) -> Finish | None:
         """Record a step, a processor's first into a trace of its own."""
-        if self.sampler is not None:
+        if self.windows is not None:
             self.look_at_window()
             if not self._in_window:
                 return None
@@ -151,12 +151,12 @@ class TransformersAttachment(EngineAttachment):
         number = len(self._recorders)
         path = self.path if not number else self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")
         begins = None
-        if self.settings is not None and (self.sampler is not None or self.settings.sample_servers < 1):
-            begins = functools.partial(sampled_header, settings=self.settings, sampler=self.sampler)
+        if self.settings is not None and (self.windows is not None or self.settings.sample_servers < 1):
+            begins = functools.partial(sampled_header, settings=self.settings, windows=self.windows)
         recording = begin_new(path, lambda path: TransformersRecording(path, processor, begins=begins, **self._options))
         self._recorders.append(recording.recorder)
-        if self.sampler is not None:
-            self.sampler.begun(recording.recorder)
+        if self.windows is not None:
+            self.windows.begun(recording.recorder)
         cache = processor.cache
         engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler)
         for part in (*engine_parts, *cache.cache_allocators.values()):

@@ -69,14 +69,14 @@ class VllmAttachment(EngineAttachment):
         self.recordings[runner] = None  # whatever happens next, it is tried and logged once
         notes = tuple(dict.fromkeys(self.notes))
         late = runner in self._ran_before
-        begins = functools.partial(sampled_header, settings=self._settings, sampler=self.sampler, late=late)
+        begins = functools.partial(sampled_header, settings=self._settings, windows=self.windows, late=late)
         recording = VllmRecording(runner, self._schedulers.get(runner), self._settings, notes, self._started, begins)
         self._started += 1
         with beginning(recording.recorder), recording.wraps:
             if late:
                 recording.recorder.begins_late()
-            if self.sampler is not None:
-                self.sampler.begun(recording.recorder)
+            if self.windows is not None:
+                self.windows.begun(recording.recorder)
             recording.attach(self.fault, lambda _, error: self.fault("history", error))
             on_attention = while_true(lambda: self._live("on_attention", runner), recording.on_attention)
             wrap_method(getattr(runner, "model_state", None), "prepare_attn", on_attention, self.fault)
@@ -134,7 +134,7 @@ class VllmAttachment(EngineAttachment):
         runner = self._runners.get(scheduler)
         if runner is None or "on_add_request" in self.off:
             return
-        if self.sampler is not None and self.recordings.get(runner) is None:
+        if self.windows is not None and self.recordings.get(runner) is None:
             self._ran_before.add(runner)  # windows begin with a step, when blocks have been given out
             return
         recording = self._start(runner)
@@ -163,7 +163,7 @@ class VllmAttachment(EngineAttachment):
         if "on_execute" in self.off or kwargs.get("dummy_run") or not hasattr(runner, "kv_cache_config"):
             return None
         self.next_step()
-        if self.sampler is not None:
+        if self.windows is not None:
             self.look_at_window()
         recording = self._start(runner)
         if recording is None:

@@ -17,7 +17,7 @@ from kvcanary.recorder.engines.sglang.requests import StepResults, identity_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.trace.reader import TraceReader
-from kvcanary.recorder.writing.sampling import Sampler
+from kvcanary.recorder.writing.sampling import Windows
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
@@ -324,13 +324,13 @@ def test_a_draft_tree_ends_the_recording_before_it_is_misread(tmp_path: Path, mo
 
 def test_windows_begin_and_end_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = serve()
-    monkeypatch.setattr(Sampler, "start", lambda _: None)  # the test says when
+    monkeypatch.setattr(Windows, "start", lambda _: None)  # the test says when
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, sample_windows=0.5))
     own: Any = Scheduler.step
     steps: list[set[str]] = []
 
     def step(scheduler: Any, reqs: list[Request]) -> None:
-        attachment.sampler.wanted = len(steps) // 2 % 2 == 1
+        attachment.windows.wanted = len(steps) // 2 % 2 == 1
         own(scheduler, reqs)
         steps.append({*vars(scheduler.token_to_kv_pool_allocator)})
 
