@@ -188,9 +188,9 @@ def test_versions(traces):
     text = b'{"format_major": 2, "other": "rules"}'
     craft(path, trace_schema().with_metadata({HEADER_KEY: text}), [])
     assert "install a newer kvcanary" in unreadable(path)
-    craft(path, header_with(traces, format_minor=7, new_field={"a": 1}), [])
+    craft(path, header_with(traces, format_minor=FORMAT_MINOR + 1, new_field={"a": 1}), [])
     with TraceReader(path) as reader:
-        assert reader.complete and reader.header.format_minor == 7
+        assert reader.complete and reader.header.format_minor == FORMAT_MINOR + 1
 
 
 def test_a_newer_minor_may_add_columns(traces):
@@ -239,7 +239,7 @@ def test_a_trace_of_an_older_minor_has_none_of_the_columns_that_came_later(trace
     craft(path, batch.schema, [(batch, batch_metadata(batch, 0))])
     (found,), gaps, complete = traces.read(path)
     assert complete and not gaps and found.num_events == batch.num_rows
-    assert found.num_events > 0 and max(ADDED.values()) == FORMAT_MINOR
+    assert found.num_events > 0 and max(ADDED.values()) <= FORMAT_MINOR
 
 
 def test_damaged_header(traces):
