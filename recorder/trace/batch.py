@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from .checksum import column_forms
-from .schema import ADDED, SCALARS, trace_schema
+from .schema import ADDED, FAILED, SCALARS, trace_schema
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,15 @@ class TraceBatch:
     def kinds(self) -> list[str]:
         """The kind of each event."""
         return self.strings("kind")
+
+    @property
+    def failed(self) -> BoolArray:
+        """Which events are forwards that failed, `[num_events] bool`: what they wrote is unknown."""
+        status = self.strings("status")
+        if FAILED not in status:
+            return np.zeros(self.num_events, np.bool_)
+        pairs = zip(status, self.kinds, strict=True)
+        return np.array([one == FAILED and kind == "forward" for one, kind in pairs], np.bool_)
 
     def scalar_ints(self, name: str) -> Int64Array:
         """Return an int64 scalar column, [num_events] int64."""

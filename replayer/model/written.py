@@ -40,7 +40,7 @@ def written_tokens(
     """Return the tokens that a runner's forwards wrote to one of its streams, None if there are none.
 
     `identity_of` gets request ids and events `[n]` and returns a number each; tokens of a negative one are left out, as are
-    unknown tokens, and slots without bytes.
+    unknown tokens, slots without bytes, and forwards that failed.
     """
     widths = [one.capture_bytes for _, one in header.streams(runner)]
     of = np.flatnonzero((np.array(batch.kinds) == "forward") & (batch.scalar_ints("runner") == runner))
@@ -48,6 +48,7 @@ def written_tokens(
     tokens, bs, *others = (np.diff(batch.offsets(name))[of] for name in names)
     sizes = (tokens, bs, bs, tokens * len(header.tables), tokens * sum(widths))
     fits = np.all([got == size for got, size in zip(others, sizes, strict=True)], axis=0) & (tokens > 0) & (bs > 0)
+    fits &= ~batch.failed[of]
     of, tokens, bs = of[fits], tokens[fits], bs[fits]
     if not len(of):
         return None

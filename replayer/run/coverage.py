@@ -18,7 +18,7 @@ from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.state.pools import GroupPool
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream, PoolGroup, StatePool, TraceHeader
-from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, FAILED, INT_LISTS
+from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
 from ..checks import CHECK_NAMES
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
@@ -105,8 +105,6 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
     streams, sliding = np.array(counts, np.int64)[runners].T
     truth = _lengths(batch, "truth_lens", rows) if header.truth_table is not None else np.zeros(len(rows), np.int64)
     unknown = np.concatenate(([0], np.cumsum(batch.values("input_ids") == UNKNOWN_TOKEN)))
-    status = batch.strings("status")
-    ended = np.array([one != FAILED for one in status])[rows] if FAILED in status else np.ones(len(rows), np.int64)
     columns = (
         np.ones(len(rows), np.int64),
         batch.scalar_ints("kv_watched")[rows] != 0,
@@ -117,7 +115,7 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
         _lengths(batch, "input_ids", rows),
         np.diff(unknown[batch.offsets("input_ids")])[rows],
         (sliding > 0) & (batch.scalar_ints("window_watched")[rows] >= sliding),
-        ended,
+        ~batch.failed[rows],
     )
     counted = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
     np.add.at(figures, runners, counted)

@@ -25,7 +25,6 @@ from ....recorder.state.forward import ATTENTION_RUNS
 from ....recorder.state.requests import RequestTable, declared_in
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
-from ....recorder.trace.schema import FAILED
 
 _MODE_COLUMN: Final = 2  # of `BatchColumns.events`
 _KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
@@ -71,9 +70,7 @@ def batch_columns(batch: TraceBatch, header: TraceHeader) -> BatchColumns:
         if ends[-1]:
             kind[np.diff(ends) > 0] = UNUSUAL
     kind[_attention_differs(batch)] = UNUSUAL
-    status = batch.strings("status")
-    if FAILED in status:
-        kind[[one == FAILED for one in status]] = UNUSUAL
+    kind[batch.failed] = UNUSUAL
     offsets = {name: batch.offsets(name) for name in LISTS}
     lists = {name: batch.values(name) for name in LISTS}
     kind[(np.diff(offsets["table_row"]) > 0) & (kind != FORWARD_EVENT)] = UNUSUAL  # cells told ahead of their forward

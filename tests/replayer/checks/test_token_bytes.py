@@ -72,6 +72,15 @@ def of_other_weights(event):
         values(event)[:] *= 0.5
 
 
+def test_what_a_forward_left_that_failed_is_compared_with_nothing(recorded, tmp_path):
+    def change(event):
+        of_other_weights(event)
+        if event.kind == "forward" and event.scalars["forward"] == FORWARD:
+            event.scalars = {**event.scalars, "status": "failed"}
+
+    assert judged(recorded, tmp_path, change)[:2] == ({}, 0)
+
+
 @pytest.mark.parametrize("executor", ["interval", "stepwise"])
 def test_tokens_of_other_weights_are_found_in_their_forward_and_nothing_else(recorded, tmp_path, executor):
     found, violations, rows = judged(recorded, tmp_path, of_other_weights, executor=executor)
