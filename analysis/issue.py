@@ -66,7 +66,8 @@ def issue_text(
 ) -> str:
     """Return the Markdown of one incident of a report; raise `AnalysisError` if a file of the report is missing.
 
-    `header` is the trace's, None if it is not at hand; `members` are as in `MEMBER_SCHEMA`; `shrunk` the smallest trace that shows the incident, with its header.
+    `header` is the trace's, None if it is not at hand; `members` are as in `MEMBER_SCHEMA`;
+    `shrunk` the smallest trace that shows the incident, with its header.
     """
     tables = [_rows(report, name, members, incident) for name in ("violations", "findings")]
     named = [

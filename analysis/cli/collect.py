@@ -59,8 +59,8 @@ def collect_command(reports: tuple[Path, ...], table: Path, node: str, as_json: 
         click.echo(json.dumps({"table": str(table), "added": added, "failed": failed}, indent=2))
     else:
         say(f"added   {count_of(len(added), 'report')} to {table}")
-    if added and not as_json:
-        say(f"next    {shlex.join(['kvcanary', 'sql', str(table), 'from kinds_by_version'])}")
+        if added:
+            say(f"next    {shlex.join(['kvcanary', 'sql', str(table), 'from kinds_by_version'])}")
     for reason in failed.values():
         say_error(reason)
     sys.exit(2 if failed else 0)

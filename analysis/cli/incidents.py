@@ -70,7 +70,8 @@ def _answer(report: Path, trace: Path | None, explain: int | None) -> tuple[dict
 
     found = incidents_of(report, trace)
     if explain is not None and explain > len(found.rows):
-        raise AnalysisError(f"--explain {explain}: the report has {len(found.rows)} incident(s)")
+        has = f"the report has {len(found.rows)} incident(s)"
+        raise AnalysisError(f"--explain {explain}: {has}; without --explain they are listed")
     for note in found.notes:
         say_error(note, kind="note: ")
     begin = found.summary.get("first_time_ns")

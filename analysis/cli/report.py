@@ -114,7 +114,7 @@ def _issue(
         if part[1].shrunk is None:
             raise AnalysisError(f"{small}: is no shrunk trace; make one with kvcanary shrink")
     row = found.rows[number - 1]
-    known = {"members": found.members(folder), "version": __version__, "shrunk": part}
-    text = issue_text(folder, found.summary, row, header, **known)
+    members = found.members(folder)
+    text = issue_text(folder, found.summary, row, header, members=members, version=__version__, shrunk=part)
     named = {"report": str(folder), "incident": number, "kind": row["kind"], "shrunk": str(small) if small else None}
     return named, text, [*found.source.kept, *([small] if small else [])]

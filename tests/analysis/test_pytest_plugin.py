@@ -46,6 +46,10 @@ def pytest_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_incident_fails_its_test(tmp_path: Path) -> None:
+    mine = tmp_path / ".kvcanary" / "pytest" / "gw0" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    (mine.parent / "old.arrow").touch()
     done = pytest_run(tmp_path, "--kvcanary", "-n", "1")
     assert "2 failed, 2 passed" in done.stdout, done.stdout
     assert "found   294 violations, 5 findings, 1 incidents" in done.stdout
@@ -54,7 +58,7 @@ def test_an_incident_fails_its_test(tmp_path: Path) -> None:
     )
     assert "FAILED test_engines.py::test_in_a_process_of_its_own - kvcanary: " in done.stdout
     kept = sorted(path.name for path in (tmp_path / ".kvcanary").rglob("*.arrow"))
-    assert kept == ["child.arrow", "damaged.arrow"]
+    assert kept == ["child.arrow", "damaged.arrow"] and mine.read_text() == "mine"
     assert "3 replay(s) after 3 test(s): 1 clean, 2 corrupt" in done.stdout
 
 

@@ -240,7 +240,8 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
     off = {(s.stored_position - s.position, s.writer_request_id == s.request_id) for s in wrong}
     named = [s.slot for s in wrong if s.writer_request_id == s.request_id]
     if cluster.window(first) and first.writer_request_id == first.request_id and len(set(named)) < len(named):
-        said = f"in {first.when} {first.reader} reads {first.place} for {named.count(first.slot)} positions of its sliding window"
+        said = f"in {first.when} {first.reader} reads {len(set(named))} slots for {len(named)} positions of its sliding window, "
+        said += f"{first.place} among them"
         return cluster.diagnosis(0.66, said, first, cause=first.event)
     if (
         len(wrong) < 2
@@ -262,12 +263,9 @@ def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     if sign is None:
         return None
     score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
-    own = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62) <= sign.position and cluster.was_given(
-        sign
-    )
-    score = (
-        min(score, 0.6) if own else score
-    )  # of a token of this forward: it was written elsewhere, and attention is right
+    first_written = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
+    if first_written <= sign.position and cluster.was_given(sign):
+        score = min(score, 0.6)  # of a token of this forward: it was written elsewhere, and attention is right
     said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "
     said += f"{sign.reader}: {sign.detail}"
     asked = f"select * from attention_slots where event = {sign.event} order by batch_index, position limit 50"

@@ -96,9 +96,8 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
             if doubled
             else []
         )
-        alone = (
-            sign.cause == "same_forward" and wrote == [sign.request_id] * 2
-        )  # it is in the batch twice, and nobody else is
+        # It is in the batch twice, and nobody else is.
+        alone = sign.cause == "same_forward" and wrote == [sign.request_id] * 2
         return cluster.diagnosis(0.6 if alone else 0.97, said, sign, queries=queries, cause=sign.event)
     for other in cluster.head:
         own = cluster.facts.strayed.get((other.event, other.request_id))
