@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -75,7 +75,6 @@ class Environments:
             if not (place / _MADE).is_file():
                 self._make(place, version)
             os.utime(place / _MADE)  # the one that was used longest ago is the first to go
-            fcntl.flock(lock, fcntl.LOCK_SH)
             self._remove_beyond_limit(place)
             yield place
         finally:
@@ -107,19 +106,22 @@ class Environments:
         self.progress(f"made in {time.monotonic() - begin:.0f} s, {size / 1e6:,.0f} MB")
 
     def _remove_beyond_limit(self, used: Path) -> None:
-        made = [path.parent for path in self.folder.glob(f"*/{_MADE}")]
-        newest_first = sorted(made, key=lambda place: (place / _MADE).stat().st_mtime, reverse=True)
+        made: list[tuple[float, int, Path]] = []
+        for path in self.folder.glob(f"*/{_MADE}"):
+            with suppress(FileNotFoundError):  # another bisection has removed it
+                size = int(json.loads(path.read_text(encoding="utf-8"))["bytes"])
+                made.append((path.stat().st_mtime, size, path.parent))
         left = self.limit_bytes
-        for place in newest_first:
+        for _, size, place in sorted(made, reverse=True):
             if place == used:
                 continue
-            left -= int(json.loads((place / _MADE).read_text(encoding="utf-8"))["bytes"])
+            left -= size
             if left >= 0:
                 continue
             lock = os.open(f"{place}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (place / _MADE).unlink()
+                (place / _MADE).unlink(missing_ok=True)
                 shutil.rmtree(place, ignore_errors=True)
             except BlockingIOError:  # another bisection's
                 pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,19 @@ reports_argument = click.argument("path", metavar="REPORT|TRACE|FOLDER", type=Gi
 trace_option = click.option(
     "--trace", type=GivenPath(url=True), help="Where the report's trace is now, if it has moved."
 )
+
+
+def command_line(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Return an option's value, if a shell would read it as a command."""
+    if value is None:
+        return None
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r}: {str(error).lower()}; expected a command, as for a shell") from None
+    if not words:
+        raise click.BadParameter("is empty; expected a command, as for a shell")
+    return value
 
 
 def say(text: str, *, err: bool = False) -> None:

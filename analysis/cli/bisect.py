@@ -14,7 +14,7 @@ import click
 from ...recorder.cli.program import EXIT_FAILED, CommandError, GivenPath
 from ..bisect import LOG
 from ..errors import AnalysisError
-from . import errors_end, say, say_error
+from . import command_line, errors_end, say, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -183,6 +183,7 @@ def saved_command(
 @click.option(
     "--env",
     metavar="COMMAND",
+    callback=command_line,
     help="Make a virtual environment for each version by COMMAND. [default for PACKAGE==A..B: pip install]",
 )
 @click.option(
@@ -235,6 +236,8 @@ def run_command(
             raise click.UsageError(
                 f"--timeout is {timeout}, expected seconds; without it a run may take as long as it likes"
             )
+        if not math.isfinite(env_limit):
+            raise click.UsageError(f"--env-limit is {env_limit}, expected GB; for no limit name more than the disk has")
         package, first, last = package_range(versions or "")
         if not (good or first) or not (bad or last):
             raise click.UsageError("--good and --bad are needed, unless --versions is PACKAGE==A..B")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from ..hunt.hunt import Hunt, HuntResult
 
+PATIENCE_S = 120.0
+
 _EPILOG = """\b
 Examples:
   kvcanary hunt --minutes 30 -o hunted -- vllm serve MODEL --port 8000 --num-gpu-blocks-override 200
@@ -45,12 +47,16 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--patience",
             type=patience,
-            default=120.0,
+            default=PATIENCE_S,
             metavar="S",
+            show_default=True,
             help="How long an engine may do nothing with requests.",
         ),
         click.option(
-            "--url", default="", help="Where the server listens. [default: 127.0.0.1 and the command's --port]"
+            "--url",
+            default="",
+            show_default="127.0.0.1 and the command's --port",
+            help="Where the server listens.",
         ),
         click.option(
             "--script", is_flag=True, help="COMMAND is no server: it does the workload that KVCANARY_WORKLOAD names."
@@ -58,6 +64,12 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def _longest(_context: click.Context, _parameter: click.Parameter, value: int) -> int:
+    if value == 1:
+        raise click.BadParameter("is 1, expected 2 or more: a token of the prompt and one of the answer")
+    return value
 
 
 def _ingredients(_context: click.Context, _parameter: click.Parameter, value: str) -> frozenset[str]:
@@ -91,7 +103,9 @@ def _ingredients(_context: click.Context, _parameter: click.Parameter, value: st
     "--longest",
     type=click.IntRange(min=0),
     default=0,
-    help="Most tokens of a prompt and its answer. [default: the server's, or 256]",
+    show_default="the server's, or 256",
+    callback=_longest,
+    help="Most tokens of a prompt and its answer.",
 )
 @click.option(
     "--vocabulary", type=click.IntRange(min=8), default=500, metavar="N", help="Tokens asked are from 3 to N - 1."
@@ -99,6 +113,7 @@ def _ingredients(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option(
     "--without",
     default="",
+    show_default=False,
     metavar="NAMES",
     callback=_ingredients,
     help="Leave out of what is asked: long, abort, flush ...",
@@ -146,11 +161,12 @@ def hunt_command(
     if as_json:
         click.echo(json.dumps(asdict(result), indent=2))
     else:
-        _show(result, command, script=script)
+        engine = " --script" * script + (f" --url {shlex.quote(url)}" if url else "")
+        _show(result, command, engine + (f" --patience {patience:g}" if patience != PATIENCE_S else ""))
     sys.exit(result.exit_code)
 
 
-def _show(result: HuntResult, command: tuple[str, ...], *, script: bool) -> None:
+def _show(result: HuntResult, command: tuple[str, ...], engine: str) -> None:
     from ..hunt.coverage import PATHS
 
     asked = ", ".join(f"{count:,} {what}" for what, count in sorted(result.requests.items()))
@@ -176,5 +192,5 @@ def _show(result: HuntResult, command: tuple[str, ...], *, script: bool) -> None
     if result.shrunk_trace:
         say(f"trace     {result.trace}, of it {result.shrunk_trace} for an issue")
     word = shlex.join(command)
-    say(f"again     kvcanary hunt --workload {shlex.quote(result.workload)}{' --script' * script} -o again -- {word}")
-    say(f"next      kvcanary shrink {shlex.quote(result.workload)}{' --script' * script} --run {shlex.quote(word)}")
+    say(f"again     kvcanary hunt --workload {shlex.quote(result.workload)}{engine} -o again -- {word}")
+    say(f"next      kvcanary shrink {shlex.quote(result.workload)}{engine} --run {shlex.quote(word)}")

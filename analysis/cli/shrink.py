@@ -14,7 +14,7 @@ import click
 
 from ...recorder.cli.program import CommandError, GivenPath, console_for
 from ...recorder.errors import TraceError
-from . import errors_end, say
+from . import command_line, errors_end, say
 from .hunt import engine_options
 
 if TYPE_CHECKING:
@@ -60,7 +60,11 @@ unreadable trace, 130 interrupted: the smallest trace so far is written. docs/gu
     help="How long to look for a smaller one.",
 )
 @click.option(
-    "--run", "run", metavar="COMMAND", help="Shrink a workload instead, by running this engine again and again."
+    "--run",
+    "run",
+    metavar="COMMAND",
+    callback=command_line,
+    help="Shrink a workload instead, by running this engine again and again.",
 )
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="With --run: runs of a workload at most."
@@ -143,7 +147,7 @@ def _shrink_by_running(
             raise CommandError(str(error), EXIT_NOTHING) from None
         write_workload(target, reduction.steps)
     row, sizes = reduction.wanted, [shape(whole), shape(reduction.steps)]
-    trace = next(iter(sorted((reduction.kept or folder).glob("traces/*.arrow"))), folder)
+    trace = reduction.trace or folder
     often = f"{reduction.shown[0]} of {reduction.shown[1]}" if reduction.shown[1] else ""
     if as_json:
         facts = {"incident": row, "before": sizes[0], "after": sizes[1], "runs": reduction.runs, "shown_in": often}

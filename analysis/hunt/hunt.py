@@ -105,10 +105,10 @@ class Hunt:
         if not self._plan.script:
             self._told(self)
             run.start()
-            assert run.server is not None
-            longest, adapters = run.server.describe()
-            self._longest = self._longest or longest
-            self._limits = replace(self._limits, longest=min(self._longest or _LONGEST, _LONGEST), adapters=adapters)
+            self._longest = self._longest or run.longest
+            self._limits = replace(
+                self._limits, longest=min(self._longest or _LONGEST, _LONGEST), adapters=run.adapters
+            )
         until = until or time.monotonic() + seconds
         while not (run.damaged or run.failed) and time.monotonic() < until:
             self.state = "asking"
@@ -156,6 +156,9 @@ class Hunt:
         for _, facts in run.recordings.values():
             self._verdicts.append(facts["verdict"])
             self._doubts.update(dict.fromkeys(facts["doubts"]))
+        for why in run.unreadable:
+            self._doubts[why] = None
+            self._verdicts.append("inconclusive")
         if run.failed:
             self._doubts[run.failed] = None
             self._verdicts.append("inconclusive")

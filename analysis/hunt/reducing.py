@@ -23,7 +23,7 @@ _SHORTER: Final = ("prompt", "max_tokens")
 @dataclass(slots=True, kw_only=True)
 class Reduction:
     """The smallest workload so far; `reduce` makes it smaller. Trials run in `folder`, where the recording of the smallest
-    stays, as `kept`.
+    stays, as `kept`; `trace` is the one of its recordings that shows the incident.
 
     A workload shows the incident if one of `repeat` runs of it has an incident of the same kind. `told` is called after each run.
     """
@@ -38,6 +38,7 @@ class Reduction:
     shown: list[int] = field(default_factory=lambda: [0, 0])
     stopped: str = ""
     kept: Path | None = None
+    trace: Path | None = None
     _until: float = 0.0
 
     def reduce(self, incident: int, seconds: float) -> None:
@@ -111,21 +112,22 @@ class Reduction:
         with RecordedRun(self.plan, place, Coverage()) as run:
             if not self.plan.script:
                 run.start()
-                assert run.server is not None
-                run.server.describe()
             run.drive(steps, time.monotonic() + _ONE_RUN_S)
             run.end()
             if not run.forwards and (run.failed or self.runs == 1):
                 why = "; ".join(run.why_nothing)
                 raise EngineError(f"{place}: {run.failed or 'the engine recorded nothing'}; {why}")
-            rows = [row for paths in run.corrupt for row in show(paths).incidents]
+            found = [(row, paths[0]) for paths in run.corrupt for row in show(paths).incidents]
+        rows = [row for row, _ in found]
         if not self.wanted and 0 < incident <= len(rows):
             self.wanted = rows[incident - 1]
-        good = any(row["kind"] == self.wanted.get("kind") for row in rows)
+        showing = [path for row, path in found if row["kind"] == self.wanted.get("kind")]
+        good = bool(showing)
         gone = self.kept if good else place
         if gone is not None:
             shutil.rmtree(gone, ignore_errors=True)
-        self.kept = place if good else self.kept
+        if good:
+            self.kept, self.trace = place, showing[0]
         return good
 
 

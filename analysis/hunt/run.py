@@ -83,8 +83,10 @@ class RecordedRun:
         self.damaged, self.failed, self.refusal = False, "", ""
         self.counts: Counter[str] = Counter()
         self.recordings: dict[str, tuple[list[Path], Mapping[str, Any]]] = {}
+        self.unreadable: list[str] = []  # recordings, and why they are
         self.headers: list[Any] = []
         self.server: Server | None = None
+        self.longest, self.adapters = 0, list[str]()  # as the server says
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +96,7 @@ class RecordedRun:
         self._watched.close()
 
     def start(self) -> None:
-        """Start a server, and wait for it; a script starts with its workload."""
+        """Start a server, wait for it, and learn what it serves; a script starts with its workload."""
         self._start()
         self.server, until = Server(self._plan.address, self._plan.patience_s), time.monotonic() + self._plan.start_s
         while not self.server.is_ready():
@@ -106,6 +108,7 @@ class RecordedRun:
                     f"the engine's log is {self._log}"
                 )
             time.sleep(_LOOK_S)
+        self.longest, self.adapters = self.server.describe()
 
     def drive(self, steps: Sequence[Step], until: float) -> None:
         """Have the engine do more steps: up to their end, the first damage, or, but for a script, `until` by `time.monotonic`."""
@@ -118,21 +121,23 @@ class RecordedRun:
         elif self.server is not None:
             asker = Asker(self.server, steps, self._pause)
         self._moved = time.monotonic()
-        while not self._ended() and not (asker is not None and asker.done):
-            moved = self._judge()
-            until = min(until, time.monotonic() + _MORE_S) if self.damaged else until
-            if time.monotonic() > until:
-                break
-            patience = self._plan.patience_s if self.headers else self._plan.start_s
-            if not moved and time.monotonic() > self._moved + patience:
-                self.failed = f"the engine stood still: no forward for {patience:.0f} s, with requests"
-                break
-            if not moved:
-                time.sleep(_IDLE_S)
-        if asker is not None:
-            asker.stop()
-            self.counts += asker.counts
-            self.refusal = self.refusal or asker.refusal
+        try:
+            while not self._ended() and not (asker is not None and asker.done):
+                moved = self._judge()
+                until = min(until, time.monotonic() + _MORE_S) if self.damaged else until
+                if time.monotonic() > until:
+                    break
+                patience = self._plan.patience_s if self.headers else self._plan.start_s
+                if not moved and time.monotonic() > self._moved + patience:
+                    self.failed = f"the engine stood still: no forward for {patience:.0f} s, with requests"
+                    break
+                if not moved:
+                    time.sleep(_IDLE_S)
+        finally:
+            if asker is not None:
+                asker.stop()
+                self.counts.update(dict(asker.counts))  # a copy: what is asked still ends
+                self.refusal = self.refusal or asker.refusal
 
     def is_recorded(self) -> bool:
         """Whether a recording has begun, which shows a moment after the first forward."""
@@ -193,10 +198,10 @@ class RecordedRun:
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
-        with contextlib.suppress(ProcessLookupError):
-            for member in group_members(engine.pid):
+        for member in group_members(engine.pid):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGCONT)
-            engine.terminate()
+        engine.terminate()  # which does nothing if it has ended
         try:
             engine.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -209,7 +214,8 @@ class RecordedRun:
 
     def _pause(self, process: int, seconds: float) -> None:
         """Stop one of the engine's processes; what runs on a device goes on meanwhile."""
-        members = group_members(self._engine.pid) if self._engine is not None else []
+        engine = self._engine  # another thread ends it
+        members = group_members(engine.pid) if engine is not None else []
         with contextlib.suppress(ProcessLookupError, IndexError, ZeroDivisionError):
             one = members[process % len(members)]
             os.kill(one, signal.SIGSTOP)
@@ -230,6 +236,7 @@ class RecordedRun:
 
     def _news(self, what: str, one: WatchedRecording | None, facts: Mapping[str, Any]) -> None:
         if one is None:
+            self.unreadable.append(f"{facts['recording']}: {facts['error']}")
             return
         if what == "begun":
             self._moved = time.monotonic()

@@ -84,7 +84,7 @@ def make_round(seed: int, number: int, aim: str, limits: Limits) -> list[Step]:
         room = limits.longest - ends.get(before, 0)
         if "crowd" in has and rng.random() < 0.7:  # short prompts that grow
             room = min(room, max(8, limits.pool // 6))
-        answer = min(room // 2, rng.randint(8, 64) if "crowd" in has else rng.randint(1, 24))
+        answer = max(1, min(room // 2, rng.randint(8, 64) if "crowd" in has else rng.randint(1, 24)))
         prompt = _prompt(rng, seed, f"{number}/{n}", has, room - answer, limits)
         leaves = rng.randint(0, answer - 1) if "abort" in has and rng.random() < 0.4 else -1
         step = Step(

@@ -145,6 +145,9 @@ def test_nothing_found_and_nothing_recorded_are_not_the_same(tmp_path):
     assert silent.exit_code == 125 and "true is no Python program" in silent.output
     failed = run("hunt", *once, "-o", tmp_path / "c", "--", *script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; exit 3"))
     assert failed.exit_code == 125 and "ended with 3" in failed.output
+    broken = script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; echo no trace > $KVCANARY_TRACE/other.arrow")
+    unreadable = run("hunt", *once, "-o", tmp_path / "u", "--", *broken)
+    assert unreadable.exit_code == 125 and "other.arrow" in unreadable.output, unreadable.output
     absent = run("hunt", *once, "-o", tmp_path / "d", "--", "no-such-engine")
     assert absent.exit_code == 2 and "cannot be started" in absent.output
     still = run(
@@ -165,7 +168,7 @@ def test_shrinks_a_workload_by_running_it(tmp_path):
     # damage needs r1 and r3, of which one has a prompt of two tokens at least
     engine = script(
         tmp_path,
-        f'grep -q r1 $KVCANARY_WORKLOAD && grep r3 $KVCANARY_WORKLOAD | grep -q "3,4" && cp {BAD} $KVCANARY_TRACE || cp {CLEAN} $KVCANARY_TRACE',
+        f'grep -q r1 $KVCANARY_WORKLOAD && grep r3 $KVCANARY_WORKLOAD | grep -q "3,4" && cp {BAD} $KVCANARY_TRACE; cp {CLEAN} $KVCANARY_TRACE',
     )
     words = ("--script", "--run", " ".join(map(str, engine)), "-o", tmp_path / "small.jsonl", "--json")
     done = run("shrink", tmp_path / "w.jsonl", *words)
