@@ -12,6 +12,10 @@ class TraceError(Exception):
     """A trace, or a request about one, that cannot be served; `str()` is the whole message for the user."""
 
 
+class NoTracesError(TraceError):
+    """A folder holds no trace."""
+
+
 class TraceExistsError(TraceError):
     """There is a trace of that name, which is not to be replaced."""
 

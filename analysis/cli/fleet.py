@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...recorder.cli.program import CommandError, GivenPath, console_for
+from ...replayer.cli.incident_blocks import count_of
 from ...replayer.cli.options import check_names, device_names
 from . import errors_end, say, say_error
 from .fleet_page import fleet_page_command
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ..fleet.workers import Workers
 
 _MAX_LISTED = 20
-_WORDS = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
 
 _EPILOG = """\b
 Examples:
@@ -152,18 +152,22 @@ def _replay(tasks: Sequence[Task], rows: list[Row], fleet: Fleet, workers: Worke
     """Replay tasks, with progress on a terminal, and add to `rows`; return how many recordings are left after Ctrl-C."""
     from ...replayer.cli.printer import progress_shown
     from ...replayer.run.settings import Progress
+    from ..fleet.committing import is_final
     from ..fleet.running import results
 
     err = console_for(sys.stderr)
     undone, done = sum(len(task.recordings) for task in tasks), 0
     whole = sum(task.num_bytes for task in tasks)
     counts: Counter[str] = Counter()
+    seen = False
     try:
         with progress_shown(err, "fleet replay") if err.is_terminal and not quiet else nullcontext() as show:
             for task, found in results(tasks, fleet, workers):
-                if not done and "error" not in found[0] and not fleet.place(task.key).exists():
-                    why = "not seen by all machines; name a folder that they share, or a URL"
-                    say_error(f"{fleet.out}: {why}", kind="note: ")
+                if not seen and all(map(is_final, found)):
+                    seen = True
+                    if not fleet.place(task.key).exists():
+                        why = "not seen by all machines; name a folder that they share, or a URL"
+                        say_error(f"{fleet.out}: {why}", kind="note: ")
                 rows += found
                 undone -= len(found)
                 done += task.num_bytes
@@ -172,38 +176,40 @@ def _replay(tasks: Sequence[Task], rows: list[Row], fleet: Fleet, workers: Worke
                 if show is not None:
                     show(Progress(done, whole, counts["forwards"], counts["tokens"], counts["violations"]))
     except KeyboardInterrupt:
-        say_error(f"{undone:,} recordings not replayed; run the same command again", kind="interrupted: ")
+        say_error(f"{count_of(undone, 'recording')} not replayed; run the same command again", kind="interrupted: ")
     return undone
 
 
 def _told(rows: list[Row], out: Path, *, already: int, undone: int, as_json: bool) -> int:
     """Print what there is to say of all, and return the exit code."""
     from ...recorder.text_tables import show_columns
+    from ...replayer.cli.printer import OVERALL
     from ...replayer.report.summary import combined_exit_code
 
     counts = Counter(row["exit_code"] for row in rows)
     code = combined_exit_code([*counts, *([125] if undone else [])])
     rows.sort(key=lambda row: row["trace"])
-    bad = [row for row in rows if row["exit_code"]]
+    errors = [row for row in rows if "error" in row]
+    bad = [row for row in rows if row["exit_code"] and "error" not in row]
     if as_json:
-        told = {"verdict": _WORDS[code], "exit_code": code, "out": str(out), "already": already, "undone": undone}
+        told = {"verdict": OVERALL[code], "exit_code": code, "out": str(out), "already": already, "undone": undone}
         click.echo(json.dumps({**told, "recordings": rows}, indent=2))
     else:
         columns = ("forwards", "violations", "findings")
         shown = [
-            (row["trace"], *(f"{row[name]:,}" for name in columns), _WORDS[row["exit_code"]].upper())
-            for row in bad[:_MAX_LISTED] if "error" not in row
+            (row["trace"], *(f"{row[name]:,}" for name in columns), OVERALL[row["exit_code"]].upper())
+            for row in bad[:_MAX_LISTED]
         ]  # fmt: skip
         if shown:
             show_columns(console_for(sys.stdout), shown, ("recording", *columns, "verdict"), right=columns)
-        tally = ", ".join(f"{counts[one]:,} {word}" for one, word in _WORDS.items() if counts[one])
+        tally = ", ".join(f"{counts[one]:,} {word}" for one, word in OVERALL.items() if counts[one])
         say(
-            f"{_WORDS[code].upper()}   {len(rows):,} recordings: {tally or 'none'}; {already:,} of them replayed before"
+            f"{OVERALL[code].upper()}   {count_of(len(rows), 'recording')}: {tally or 'none'}; {already:,} of them replayed before"
         )
         say(f"next    {shlex.join(['kvcanary', 'sql', str(out / 'table'), 'from kinds_by_version'])}")
-    errors = [row for row in bad if "error" in row]
     for row in errors[:_MAX_LISTED]:
         say_error(row["error"] if row["trace"] in row["error"] else f"{row['trace']}: {row['error']}")
-    if len(bad) > _MAX_LISTED:
-        say_error(f"{len(bad) - _MAX_LISTED:,} more; --json names all", kind="note: ")
+    left = 0 if as_json else sum(max(0, len(those) - _MAX_LISTED) for those in (bad, errors))
+    if left:
+        say_error(f"{left:,} more; --json names all", kind="note: ")
     return code

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from ...recorder.cli.program import error_facts, unforeseen
 from ...recorder.files import partial_path
 from ...recorder.remote import RemotePath, as_path
+from ...recorder.trace.recordings import Recording
 from ...replayer.report.report import STRETCH_PREFIX, SUMMARY_NAME, write_summary
 from ...replayer.report.summary import EXIT_UNREADABLE, Summary
 from ...replayer.run.settings import ReplaySettings
@@ -114,7 +115,11 @@ def join_parts(task: Task, fleet: Fleet, *parts: PartResult) -> list[Row]:
 
 def failed(task: Task, error: str) -> list[Row]:
     """Return the rows of a task that could not be done."""
-    return [{"trace": one.name, **error_facts(error), "exit_code": EXIT_UNREADABLE} for one in task.recordings]
+    return [_error_row(one, error) for one in task.recordings]
+
+
+def _error_row(recording: Recording, error: str) -> Row:
+    return {"trace": recording.name, **error_facts(error), "exit_code": EXIT_UNREADABLE}
 
 
 def _how(fleet: Fleet) -> GroupTask:
@@ -127,7 +132,7 @@ def _guarded(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list
             return there  # by a worker that was lost behind its last step
         with _scratch(task, fleet) as scratch:
             rows = act(scratch)
-        if all(_is_final(row) for row in rows):
+        if all(is_final(row) for row in rows):
             write_file(fleet.place(task.key), json.dumps({"recordings": rows}).encode())
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -142,7 +147,7 @@ def _guarded(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list
     return rows
 
 
-def _is_final(row: Row) -> bool:
+def is_final(row: Row) -> bool:
     """Whether a row would be the same once more; the gaps of what lies in a store may be the store's, and pass."""
     return "error" not in row and not (row["num_gaps"] and isinstance(as_path(row["trace"]), RemotePath))
 
@@ -187,8 +192,7 @@ def _joined(task: Task, fleet: Fleet, parts: Sequence[PartResult], scratch: Path
 
 def _rows(task: Task, fleet: Fleet, jobs: Sequence[Job], result: GroupResult) -> list[Row]:
     if result.error:
-        error = {**error_facts(result.error), "exit_code": EXIT_UNREADABLE}
-        return [{"trace": job.recording.name, **error} for job in jobs]
+        return [_error_row(job.recording, result.error) for job in jobs]
     return [_row(task, fleet, summary, result.notes) for summary in result.summaries]
 
 

@@ -8,13 +8,12 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from ...recorder.errors import TraceError
+from ...recorder.errors import NoTracesError, TraceError
 from ...recorder.remote import RemotePath, located, mapped, retried
 from ...recorder.trace.recordings import Recording, group_recordings, traces_in
 from ...replayer.run.settings import ReplaySettings
@@ -50,7 +49,11 @@ def traces_below(top: Path) -> list[Path]:
     if isinstance(top, RemotePath) and not top.is_file():
         folders = _remote_folders(top)
     elif top.is_dir():
-        folders = [Path(folder) for folder, _, names in os.walk(top) if any(one.endswith(".arrow") for one in names)]
+        folders = [
+            Path(folder)
+            for folder, _, names in os.walk(top, onerror=_unlisted)
+            if any(one.endswith(".arrow") for one in names)
+        ]
     else:
         return [top]  # whoever opens it says what is wrong with it
     found: list[Path] = []
@@ -73,9 +76,17 @@ def _remote_folders(top: RemotePath) -> list[Path]:
 
 
 def _traces_of(folder: Path) -> list[Path]:
-    with suppress(TraceError):  # nothing but hidden files
+    try:
         return traces_in(folder)
-    return []
+    except NoTracesError:  # nothing but hidden files
+        return []
+    except TraceError as error:
+        raise AnalysisError(str(error)) from None
+
+
+def _unlisted(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # deleted meanwhile
+        raise error
 
 
 def make_tasks(paths: Sequence[Path], settings: ReplaySettings, *, workers: int) -> tuple[list[Task], list[str]]:
@@ -142,10 +153,9 @@ def _task(groups: list[list[Job]], settings: ReplaySettings, stamps: dict[Path, 
 
 def _split(task: Task, settings: ReplaySettings, among: Sequence[Task], workers: int) -> Task:
     """Return a task with parts, if it is one recording in segments that is worth more than one worker."""
-    total = sum(one.num_bytes for one in among)
-    shares = round(workers * task.num_bytes / max(1, total))
     if len(task.recordings) != 1:
         return task
+    shares = round(workers * task.num_bytes / max(1, sum(one.num_bytes for one in among)))
     plan = split_plan(ReplayPlan(groups=task.groups), settings, workers=shares)
     if len(plan.groups) < 2:
         return task

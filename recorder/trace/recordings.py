@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..errors import TraceError
+from ..errors import NoTracesError, TraceError
 from ..remote import mapped
 from .files import recording_path, segments_of, split_segment_name
 from .header import TraceHeader
@@ -43,7 +43,7 @@ def traces_in(folder: Path) -> list[Path]:
     """Return the trace files of a folder, not of those in it, and for a report's the trace beside it; of a recovered trace
     the recovered file alone. Where a
     trace has been written to since, by an engine that was still running, it is the trace alone. Raises `TraceError` if
-    the folder cannot be read, or holds none.
+    the folder cannot be read, `NoTracesError` if it holds none.
     """
     try:
         found = sorted(path for path in folder.iterdir() if path.suffix == ".arrow" and not path.name.startswith("."))
@@ -57,7 +57,7 @@ def traces_in(folder: Path) -> list[Path]:
         beside = folder.with_suffix(".arrow")
         found = [beside] if beside.exists() else segments_of(beside)
     if not found:
-        raise TraceError(f"{folder}: holds no .arrow file; name a folder with traces in it")
+        raise NoTracesError(f"{folder}: holds no .arrow file; name a folder with traces in it")
     return found
 
 

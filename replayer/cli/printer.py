@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import rich.progress
@@ -88,7 +88,7 @@ class ResultPrinter:
         if self.as_json:
             found: object = self._summaries if several else self._summaries[0] if self._summaries else {}
             if self.folders:
-                found = {"verdict": _OVERALL[code], "exit_code": code, "recordings": self._summaries}
+                found = {"verdict": OVERALL[code], "exit_code": code, "recordings": self._summaries}
                 found["ranks"] = ranks_json(plan.ranks)
             click.echo(json.dumps(found, indent=2))
         elif self.folders and not self.quiet:
@@ -108,7 +108,7 @@ class ResultPrinter:
             self.say(note, "yellow")
 
 
-_OVERALL = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
+OVERALL: Final = {0: "clean", 1: "corrupt", 2: "unreadable", 125: "inconclusive"}
 
 
 def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str], codes: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ def show_table(console: Console, done: Sequence[Summary], failed: Sequence[str],
         console.print(Text(printable(f"not watched  {text}"), style="dim"))
     for line in failed:
         console.print(Text(printable(line), style="red"), soft_wrap=not console.is_terminal)
-    word = _OVERALL[combined_exit_code(codes)]
+    word = OVERALL[combined_exit_code(codes)]
     style = VERDICT_STYLES.get(next((v for v in Verdict if v.value == word), Verdict.INCONCLUSIVE), "bold")
     console.print()
     count = "1 recording" if len(codes) == 1 else f"{len(codes)} recordings"

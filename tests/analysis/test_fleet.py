@@ -1,6 +1,8 @@
 """`kvcanary fleet replay`: every recording once, the verdict that kvcanary-replay gives, whatever is lost on the way."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 import fsspec
 import pytest
+from kvcanary.analysis.errors import AnalysisError
+from kvcanary.analysis.fleet.tasks import traces_below
 from kvcanary.analysis.fleet.workers import LostError, Processes
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.replayer.lab.faults import FAULTS
@@ -25,7 +29,7 @@ def fleet(*arguments: object, address: str = "auto") -> tuple[dict[str, Any], di
     """What it says of all, and of each recording by the name of its file."""
     done = run("fleet", "replay", *arguments, "--address", address, "--json")
     told = json.loads(done.stdout)
-    assert told["exit_code"] == done.returncode
+    assert told["exit_code"] == done.returncode and "not seen by all machines" not in done.stderr
     return told, {Path(row["trace"]).name: row for row in told["recordings"]}
 
 
@@ -107,6 +111,22 @@ def test_again_it_does_only_what_is_new_and_what_failed(traces: Path, tmp_path: 
     assert one.exists()
     assert files(out / "table").keys() == before.keys()
     assert not list((out / ".scratch").iterdir())
+
+
+def test_a_folder_that_cannot_be_read_is_not_one_without_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(DATA / "clean_llama.arrow", tmp_path)
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(AnalysisError, match="cannot be read: Permission denied"):
+        traces_below(tmp_path)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError):
+        traces_below(tmp_path)
+
+
+def refused(*_: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_gaps_of_what_lies_in_a_store_are_looked_at_again(tmp_path: Path, stand_in_ray: StandInRay) -> None:
