@@ -6,7 +6,7 @@ become full, an event that the host carries out, the end. Until then a forward's
 its rows find them as they were.
 
 With history checks, and whenever something may have to be explained from the state as it is in that very forward (a slot or
-table entry that there is not, unknown slots), each forward is read at once.
+table entry that there is not, unknown slots, a forward that failed), each forward is read at once.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ class DeviceExecutor(StepwiseExecutor):
                 on_stored=lambda: self._keep_on_host(forward, steps),
             )
             self._launched_forwards.append(_Launched(forward, steps))
-            if self._at_once or any(step.pool.any_unknown for step in steps):
+            if self._at_once or forward.failed or any(step.pool.any_unknown for step in steps):
                 self._collect()
         self.tables.apply_forward(forward)
         self._finish_forward(forward, steps)

@@ -15,20 +15,23 @@ from ...support.places import DATA
 from ...support.raw_traces import bend, cut, read_raw, write_raw
 from .same import replay_both
 
-# Shape, fault, seed, KV hash, history checks, and how many rows a log has room for.
+# Shape, fault, seed, KV hash, history checks, how many rows a log has room for, and which event is a forward that failed.
 TOYS = {
-    "positions": (Shape(), "position", 6, "none", True, 64),
-    "sliding_stale": (Shape(window=5), "table", 5, "partial", False, 64),
-    "full_logs": (Shape(sources=2, capture=16), "kv", 20, "all", False, 1),
+    "positions": (Shape(), "position", 6, "none", True, 64, None),
+    "sliding_stale": (Shape(window=5), "table", 5, "partial", False, 64, None),
+    "full_logs": (Shape(sources=2, capture=16), "kv", 20, "all", False, 1, None),
+    "failed": (Shape(), "position", 6, "none", False, 64, 1),
 }
 
 
 @pytest.mark.parametrize("name", TOYS)
 def test_toy_engines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, fault, seed, kv_hash, checks, rows = TOYS[name]
+    shape, fault, seed, kv_hash, checks, rows, failed = TOYS[name]
     monkeypatch.setattr(logs, "FEWEST_ROWS", rows)
     monkeypatch.setattr(logs, "MOST_ROWS", rows)
     engine = ToyEngine(shape, seed=seed, fault=fault, forwards=6, fault_rate=0.7)
+    if failed is not None:
+        engine.events[failed].scalars["status"] = "failed"
     trace = write_raw(tmp_path / "t.arrow", engine.header, engine.events, flush_every=3)
     settings = ReplaySettings(kv_hash=kv_hash, checks=CHECK_NAMES if checks else ())
     ((summary, _),) = replay_both([trace], tmp_path / "reports", "interpreter", settings)
