@@ -104,3 +104,17 @@ def test_padding_with_an_absurd_prefix(tmp_path: Path) -> None:
         tmp_path,
     )
     assert found.summary.num_gaps == 1
+
+
+@pytest.mark.parametrize(("between", "findings"), [([], 1), ([slot_event("alloc", range(1, 3), SOUND)], 0)])
+def test_slots_given_out_anew_are_under_no_transfer(between: list[TraceEvent], findings: int, tmp_path: Path) -> None:
+    """In a history with holes: the transfer's end, and that they went back, may be missing."""
+    started = TraceEvent(
+        kind="transfer",
+        scalars={"status": "start", "mode": "receive", "request_id": SOUND, "room": 5},
+        ints=ints(slot_group=[0], slot_start=[1], slot_count=[2]),
+    )
+    found = both(
+        [started, *between, slot_event("free", range(1, 3), SOUND)], tmp_path, replace(HEADER, slot_history="")
+    )
+    assert found.summary.findings_by_kind.get("freed_during_transfer", 0) == findings

@@ -173,6 +173,20 @@ def test_only_what_is_new_is_looked_at(backend: str) -> None:
     assert len(model.forward([(1, 8, 170, 171)], 25)) == 170  # nor has a forward that comes no later
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_swa_slot_that_two_full_slots_lead_to_is_due_for_both_readers(backend: str) -> None:
+    model = Model(1, window=0, sliding=True, backend=backend)
+    assert model.lut is not None
+    model.lut[1:6] = [11, 12, 13, 14, 12]
+    model.table[1, :3], model.table[2, :2] = [1, 2, 3], [4, 5]
+    model.wrong = 0.0
+    assert len(model.forward([(1, 7, 3, 0)], 0)) == 3
+    assert model.forward([(1, 7, 3, 0)], 1) == set()
+    assert model.forward([(2, 8, 2, 0)], 2) == {(2, 0), (2, 1)}
+    assert model.forward([(1, 7, 3, 0)], 3) == {(1, 1), (1, 2)}
+    assert model.forward([(2, 8, 2, 0)], 4) == {(2, 1)}
+
+
 @pytest.mark.parametrize("token_offset", [0, 1])
 def test_what_was_verified_without_a_truth_token_is_due_once_there_is_one(token_offset: int) -> None:
     model = Model(1, window=0, sliding=False, backend="reference", token_offset=token_offset)
