@@ -32,7 +32,6 @@ from kvcanary.replayer.lab.faults import FAULTS
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "results" / "shrink.md"
 _FEW: Final = 10
-FAULT: Final = "free_too_early"
 FOLDERS: Final = ("corpus", "simulated", "sglang", "vllm", ".")
 
 
@@ -88,15 +87,15 @@ def page(rows: dict[str, str], failed: list[str], seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def large(requests: int, folder: Path) -> Path:
-    """Record a trace of many requests, in which a slot is given back while it is in use."""
+def large(requests: int, fault: str, folder: Path) -> Path:
+    """Record a trace of many requests, with a fault of the lab."""
     path, clock = folder / f"{requests}-requests.arrow", Clock()
     workload = RandomWorkload(requests=requests, prompt_tokens=200, output_tokens=60)
     with SimulatedEngine(EngineConfig(page_size=16, num_pages=2000, max_running=64, rows=65), workload, path) as engine:
         probe = Probe(engine, clock)
-        # A request takes some two forwards of a batch of this size; three quarters of the way are well behind the start.
-        bench = Bench(FAULT, engine, probe, clock, np.random.default_rng(0), starts_at=requests * 3 // 4)
-        FAULTS[FAULT].arm(bench)
+        # A request takes some five forwards of a batch of this size, so this is some three quarters of the way.
+        bench = Bench(fault, engine, probe, clock, np.random.default_rng(0), starts_at=requests * 7 // 2)
+        FAULTS[fault].arm(bench)
         try:
             while engine.step():
                 bench.stepped()
@@ -118,13 +117,14 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--resume", type=Path, action="append", default=[], metavar="LOG")
     parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--fault", choices=FAULTS, default="free_too_early", metavar="NAME")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     printed = [line for log in args.resume for line in log.read_text().splitlines() if line.startswith("| ")]
     rows = {line.split("|")[1].strip(): line[: line.rindex("|") + 1] for line in printed}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        given = [large(args.requests, Path(folder))] if args.requests else traces(args.only)
+        given = [large(args.requests, args.fault, Path(folder))] if args.requests else traces(args.only)
         for trace in given:
             if trace.stem in rows:
                 continue

@@ -1,11 +1,13 @@
 """A script for `kvcanary hunt --script`: does the workload that KVCANARY_WORKLOAD names, with transformers' continuous batching.
 
 `kvcanary hunt --script -- python examples/hunt_transformers.py` runs a tiny random model, so nothing is downloaded; put your own
-model in its place. Needs `pip install kvcanary torch 'transformers>=5.23,<6' accelerate psutil`.
+model in its place. What ContinuousBatchingConfig takes may follow as JSON, with `attention`, the model's implementation, and
+`sequences` (`num_return_sequences`: an answer is forked). Needs `pip install kvcanary torch 'transformers>=5.23,<6' accelerate psutil`.
 """
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from kvcanary.recorder.engines.transformers import attach_from_environment
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 
-def main() -> None:
+def main(attention: str = "sdpa", sequences: int = 1, **more: object) -> None:
     """Run the requests at their times; a client that leaves cancels its request."""
     with Path(os.environ["KVCANARY_WORKLOAD"]).open() as file:
         steps = [json.loads(line) for line in file]
@@ -22,10 +24,11 @@ def main() -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=512, **shape, **heads, max_position_embeddings=512, dtype="float32")
-    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
     attach_from_environment()
-    batching = ContinuousBatchingConfig(page_size=8, num_blocks=48, max_batch_tokens=64, use_cuda_graph=False)
-    wanted = GenerationConfig(do_sample=False, eos_token_id=-1)
+    small = {"page_size": 8, "num_blocks": 48, "max_batch_tokens": 64, "use_cuda_graph": False}
+    batching = ContinuousBatchingConfig(**{**small, **more})
+    wanted = GenerationConfig(do_sample=False, eos_token_id=-1, num_return_sequences=sequences)
     texts: dict[str, list[int]] = {}  # what was asked and answered, by request
     leaving: dict[str, int] = {}
     with model.continuous_batching_context_manager(
@@ -45,7 +48,7 @@ def main() -> None:
                     manager.cancel_request(name)
                     asked.discard(name)
                 if result.is_finished():
-                    texts[name] += result.generated_tokens
+                    texts.setdefault(name, []).extend(result.generated_tokens)
                     asked.discard(name)
 
         asked: set[str] = set()
@@ -61,6 +64,8 @@ def main() -> None:
                 asked.add(name)
                 if leaves >= 0:
                     leaving[name] = max(1, leaves)
+                else:
+                    asked |= {f"{name}__child#{n}" for n in range(sequences - 1)}
                 manager.add_request(
                     texts[name], request_id=name, max_new_tokens=step["max_tokens"], streaming=leaves >= 0
                 )
@@ -71,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(**json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"))

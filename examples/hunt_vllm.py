@@ -1,7 +1,8 @@
 """A script for `kvcanary hunt --script`: does the workload that KVCANARY_WORKLOAD names, with vLLM in one process.
 
-`kvcanary hunt --script -- python examples/hunt_vllm.py MODEL` makes weights up (`load_format="dummy"`). A server (`vllm serve`) needs
-no script; here scheduler and model are in one process, so that allocations, evictions and aborts are recorded on a CPU too.
+`kvcanary hunt --script -- python examples/hunt_vllm.py MODEL [OPTIONS]` makes weights up (`load_format="dummy"`). OPTIONS is what LLM
+takes, as JSON, and `"adapters": {"name": "folder"}`. A server (`vllm serve`) needs no script; here scheduler and model are in one
+process, so that allocations, evictions and aborts are recorded on a CPU too.
 """
 
 import json
@@ -13,15 +14,19 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams  # behind the variable
+from vllm.lora.request import LoRARequest
 
 
-def main(model: str, **more: object) -> None:
+def main(model: str, *, adapters: dict[str, str] | None = None, **more: object) -> None:
     """Run the requests at their times; a client that leaves aborts its request."""
     with Path(os.environ["KVCANARY_WORKLOAD"]).open() as file:
         steps = [json.loads(line) for line in file]
     small = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 6, "num_gpu_blocks_override": 12}
+    if adapters:
+        small |= {"enable_lora": True, "max_loras": len(adapters), "max_cpu_loras": len(adapters)}
     llm = LLM(model, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, **{**small, **more})
     engine = llm.llm_engine
+    loras = {name: LoRARequest(name, n, folder) for n, (name, folder) in enumerate((adapters or {}).items(), start=1)}
     texts: dict[str, list[int]] = {}  # what was asked and answered, by request
     leaves: dict[str, int] = {}
 
@@ -51,7 +56,7 @@ def main(model: str, **more: object) -> None:
             leaves[name] = step.get("abort_after", -1)
             sampling = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
             asked = {"prompt_token_ids": texts[name]} | ({"cache_salt": step["salt"]} if step.get("salt") else {})
-            engine.add_request(name, asked, sampling)
+            engine.add_request(name, asked, sampling, lora_request=loras.get(step.get("adapter")))
         elif step["do"] in ("wait", "flush"):
             go_on(0, *leaves)
             if step["do"] == "flush":

@@ -28,7 +28,9 @@ Examples:
   kvcanary hunt --seed 7 --jitter 50 -- python -m sglang.launch_server --model-path MODEL --max-total-tokens 4000
       a small pool has requests preempted and cached prefixes evicted, which is where bugs are
   kvcanary hunt --script -- python examples/hunt_transformers.py
-      a program that does the workload that KVCANARY_WORKLOAD names, and ends; each round is a run of it
+      a program that does the workload that KVCANARY_WORKLOAD names, and ends; four rounds are a run of it
+  kvcanary hunt --script --adapters a,b -- python examples/hunt_vllm.py MODEL '{"adapters": {"a": "/loras/a", "b": "/loras/b"}}'
+      requests under adapters; a server lists its own
   kvcanary hunt --workload hunted/workload.jsonl -- vllm serve ...
       the same requests again
   kvcanary shrink hunted/workload.jsonl --run 'vllm serve ...'
@@ -118,6 +120,14 @@ def _ingredients(_context: click.Context, _parameter: click.Parameter, value: st
     callback=_ingredients,
     help="Leave out of what is asked: long, abort, flush ...",
 )
+@click.option(
+    "--adapters",
+    default="",
+    show_default="those that the server lists",
+    metavar="NAMES",
+    callback=lambda _context, _parameter, value: tuple(filter(None, value.split(","))),
+    help="Adapters that requests may name: first,second.",
+)
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print what came of it as JSON.")
 def hunt_command(
@@ -173,7 +183,7 @@ def _show(result: HuntResult, command: tuple[str, ...], engine: str) -> None:
     say(
         f"hunted    {result.engine or 'nothing'}   seed {result.seed}, {result.rounds:,} rounds, {result.seconds:.0f} s"
     )
-    say(f"asked     {asked or 'by the script'}; {result.forwards:,} forwards")
+    say(f"asked     {asked or 'nothing'}; {result.forwards:,} forwards")
     for path, count in result.reached.items():
         if count:
             say(f"reached   {path:13}{count:>9,}  {PATHS[path]}")

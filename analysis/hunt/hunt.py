@@ -12,7 +12,7 @@ from ..shrink.proof import show
 from ..shrink.shrink import NothingToShrinkError, shrink
 from .coverage import PATHS, Coverage
 from .run import WORKLOAD_NAME, Plan, RecordedRun
-from .workload import Limits, Step, make_round
+from .workload import Limits, Step, make_round, shape
 
 _TRIES: Final = 3  # rounds that aim at a path before it is taken for one that this engine does not have
 _ROUNDS_OF_A_SCRIPT: Final = 4
@@ -56,6 +56,7 @@ class Hunt:
         longest: int = 0,
         vocabulary: int = 500,
         without: frozenset[str] = frozenset(),
+        adapters: Sequence[str] = (),
         workload: Sequence[Step] = (),
         told: Callable[["Hunt"], None] = lambda _: None,
     ) -> None:
@@ -63,7 +64,12 @@ class Hunt:
         self._workload, self._seed = list(workload), seed
         self._longest = longest
         self._limits = Limits(
-            pool=4 * _LONGEST, longest=longest or _LONGEST, vocabulary=vocabulary, jitter_ms=jitter_ms, without=without
+            pool=4 * _LONGEST,
+            longest=longest or _LONGEST,
+            vocabulary=vocabulary,
+            adapters=adapters,
+            jitter_ms=jitter_ms,
+            without=without,
         )
         self.coverage = Coverage()
         self.counts: Counter[str] = Counter()
@@ -107,7 +113,9 @@ class Hunt:
             run.start()
             self._longest = self._longest or run.longest
             self._limits = replace(
-                self._limits, longest=min(self._longest or _LONGEST, _LONGEST), adapters=run.adapters
+                self._limits,
+                longest=min(self._longest or _LONGEST, _LONGEST),
+                adapters=self._limits.adapters or run.adapters,
             )
         until = until or time.monotonic() + seconds
         while not (run.damaged or run.failed) and time.monotonic() < until:
@@ -152,6 +160,8 @@ class Hunt:
 
     def _count(self, run: RecordedRun) -> None:
         self.counts += run.counts
+        if self._plan.script:
+            self.counts["given to the script"] += shape(run.steps)["requests"]
         self._forwards += run.forwards
         for _, facts in run.recordings.values():
             self._verdicts.append(facts["verdict"])

@@ -1,5 +1,6 @@
 """The fewest and shortest requests that still bring an incident: delta debugging in which each trial is a run of the engine."""
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,9 @@ class Reduction:
     """The smallest workload so far; `reduce` makes it smaller. Trials run in `folder`, where the recording of the smallest
     stays, as `kept`; `trace` is the one of its recordings that shows the incident.
 
-    A workload shows the incident if one of `repeat` runs of it has an incident of the same kind. `told` is called after each run.
+    A workload shows the incident if one of `repeat` runs of it has an incident of the same kind; a smaller one has to show it
+    twice so, once may be luck. Of as many runs of the smallest at the end, `shown` have it; one that has it in none is given up
+    for the one before. `told` is called before each run.
     """
 
     plan: Plan
@@ -40,6 +43,7 @@ class Reduction:
     kept: Path | None = None
     trace: Path | None = None
     _until: float = 0.0
+    _before: list[list[Step]] = field(default_factory=list)  # what was smallest once
 
     def reduce(self, incident: int, seconds: float) -> None:
         """Make the workload smaller until nothing more can go, or for `seconds` behind the first run, or up to Ctrl-C.
@@ -54,24 +58,37 @@ class Reduction:
             )
         self._until = time.monotonic() + seconds
         try:
-            named = self.wanted["requests"]  # an engine's name of a request has the client's in it
-            self._offer([step for step in self.steps if any(step.name and step.name in name for name in named)])
-            leave_out(list(range(len(self.steps))), self._without(self.steps))
-            for name in _SHORTER:
-                self._shorten(name, range(len(self.steps)))
-            for name in _SHORTER:
-                for at in range(len(self.steps)):
-                    self._shorten(name, [at])
-            self._offer([msgspec.structs.replace(step, at_ms=0, abort_after=-1, salt="") for step in self.steps])
-            for _ in range(self.repeat if self.repeat > 1 else 0):
-                self.shown[0] += self._run(self.steps, 0)
-                self.shown[1] += 1
-        except TimeoutError:
-            self.stopped = "the time was over"
+            try:
+                self._search()
+            except TimeoutError:
+                self.stopped = "the time was over"
+            if self.repeat > 1:
+                self._confirm()
         except EngineError as error:  # what was found before stands
             self.stopped = str(error)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
+
+    def _search(self) -> None:
+        named = self.wanted["requests"]  # an engine's name of a request has the client's in it
+        self._offer([step for step in self.steps if any(step.name and step.name in name for name in named)])
+        leave_out(list(range(len(self.steps))), self._without(self.steps))
+        for name in _SHORTER:
+            self._shorten(name, range(len(self.steps)))
+        for name in _SHORTER:
+            for at in range(len(self.steps)):
+                self._shorten(name, [at])
+        self._offer([msgspec.structs.replace(step, at_ms=0, abort_after=-1, salt="") for step in self.steps])
+
+    def _confirm(self) -> None:
+        """Run the smallest as often again; go back to one before it for as long as that never shows the incident."""
+        self._until = math.inf
+        while True:
+            shows = [self._run(self.steps, 0) for _ in range(self.repeat)]
+            self.shown = [sum(shows), self.repeat]
+            if any(shows) or not self._before:
+                return
+            self.steps = self._before.pop()
 
     def _without(self, whole: Sequence[Step]) -> Callable[[Sequence[int]], bool]:
         """Return what leaves steps out, which are named by their place in `whole`."""
@@ -94,9 +111,13 @@ class Reduction:
 
     def _offer(self, steps: list[Step]) -> bool:
         """Take a smaller workload if it shows the incident."""
-        smaller = bool(shape(steps)["requests"]) and steps != self.steps and self._shows(steps, 0)
-        self.steps = steps if smaller else self.steps
-        return smaller
+        if not shape(steps)["requests"] or steps == self.steps:
+            return False
+        if not all(self._shows(steps, 0) for _ in range(1 if self.repeat == 1 else 2)):
+            return False
+        self._before.append(self.steps)
+        self.steps = steps
+        return True
 
     def _shows(self, steps: list[Step], incident: int) -> bool:
         return any(self._run(steps, incident) for _ in range(self.repeat))

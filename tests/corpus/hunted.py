@@ -2,10 +2,13 @@
 
 kvcanary hunt --script -- .venv/bin/python tests/corpus/hunted.py transformers short_hash
 kvcanary hunt -- .venv-sglang/bin/python tests/corpus/hunted.py sglang given_back_twice --model-path ... --port 30000
+
+short_hash:0.4 has the bug in two of five runs.
 """
 
 import json
 import os
+import random
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,9 +17,12 @@ HERE = Path(__file__).resolve().parent
 
 
 def patched(engine: str, name: str) -> None:
-    """Put a bug into the engine of this process, which leaves no mark."""
+    """Put a bug into the engine of this process, which leaves no mark; in some processes alone if the name says so."""
     from bugs import load
 
+    name, _, often = name.partition(":")
+    if often and random.random() >= float(often):
+        return
     load(engine)[f"{engine}-{name}"].patch(lambda: None)
 
 

@@ -123,13 +123,14 @@ def script(tmp_path, text):
 
 
 def test_stops_at_the_first_incident_with_what_shows_it(tmp_path):
-    done = run(
-        "hunt", "--script", "-o", tmp_path / "out", "--json", "--", *script(tmp_path, f"cp {BAD} $KVCANARY_TRACE")
-    )
+    words = ("hunt", "--script", "--adapters", "first,second", "-o", tmp_path / "out", "--json", "--")
+    done = run(*words, *script(tmp_path, f"cp {BAD} $KVCANARY_TRACE"))
     result = json.loads(done.stdout)
     assert done.exit_code == 1 and result["exit_code"] == 1, done.output
     assert result["incident"]["kind"] == "kv_changed" and result["rounds"] == 4
-    assert read_workload(tmp_path / "out" / "round-0000" / "workload.jsonl")
+    asked = read_workload(tmp_path / "out" / "round-0000" / "workload.jsonl")
+    assert {step.adapter for step in asked} == {"", "first", "second"}
+    assert result["requests"] == {"given to the script": sum(step.do == "ask" for step in asked)}
     assert (tmp_path / "out" / "small.arrow").exists() and result["shrunk_trace"].endswith("small.arrow")
     again = run("hunt", "--script", "-o", tmp_path / "out", "--", "true")
     assert again.exit_code == 2 and "is not empty" in again.output
@@ -180,3 +181,20 @@ def test_shrinks_a_workload_by_running_it(tmp_path):
     write_workload(tmp_path / "w.jsonl", STEPS[:1])
     nothing = run("shrink", tmp_path / "w.jsonl", *words, "--force")
     assert nothing.exit_code == 125 and "no incident" in nothing.output
+
+
+def test_a_fault_that_shows_now_and_then_is_neither_lost_nor_taken_for_gone(tmp_path):
+    short = [Step(do="ask", name=f"r{n}", prompt=[3], max_tokens=1) for n in range(3)]
+    write_workload(tmp_path / "w.jsonl", short)
+    # damage needs r0, and shows in every second run; without r2 it showed once, by luck
+    shows = "[ $(($(wc -l < runs) % 2)) = 0 ] && { grep -q r2 $KVCANARY_WORKLOAD || mkdir luck; }"
+    engine = script(
+        tmp_path,
+        f"cd {tmp_path} && echo run >> runs && grep -q r0 $KVCANARY_WORKLOAD && {shows} && cp {BAD} $KVCANARY_TRACE || cp {CLEAN} $KVCANARY_TRACE",
+    )
+    words = ("--script", "--run", " ".join(map(str, engine)), "-o", tmp_path / "small.jsonl", "--json", "--repeat", 2)
+    done = run("shrink", tmp_path / "w.jsonl", *words)
+    assert done.exit_code == 0, done.output
+    result, small = json.loads(done.stdout), read_workload(tmp_path / "small.jsonl")
+    assert [step.name for step in small] == ["r0", "r2"] and (tmp_path / "luck").exists()
+    assert result["shown_in"] == "1 of 2" and not result["stopped"] and Path(result["trace"]).exists()
