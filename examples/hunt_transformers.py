@@ -28,7 +28,7 @@ def main(attention: str = "sdpa", sequences: int = 1, **more: object) -> None:
     attach_from_environment()
     small = {"page_size": 8, "num_blocks": 48, "max_batch_tokens": 64, "use_cuda_graph": False}
     batching = ContinuousBatchingConfig(**{**small, **more})
-    wanted = GenerationConfig(do_sample=False, eos_token_id=-1, num_return_sequences=sequences)
+    wanted = GenerationConfig(do_sample=sequences > 1, eos_token_id=-1, num_return_sequences=sequences)
     texts: dict[str, list[int]] = {}  # what was asked and answered, by request
     leaving: dict[str, int] = {}
     with model.continuous_batching_context_manager(

@@ -20,7 +20,11 @@ PATHS: Final = {
     "draft_reject": "requests with a draft rejected",
     "adapter": "requests under an adapter",
 }
-_COPIES: Final = {(TIER_HOST, TIER_POOL): "load_back", (TIER_POOL, TIER_HOST): "offload"}
+_COPIES: Final = {
+    (TIER_POOL, TIER_POOL): "copy",
+    (TIER_HOST, TIER_POOL): "load_back",
+    (TIER_POOL, TIER_HOST): "offload",
+}
 _ADAPTER: Final = IDENTITY_KINDS.index("adapter")
 
 
@@ -35,6 +39,7 @@ class Coverage:
         self._prompts: dict[tuple[str, int], int] = {}
         self._verified: dict[tuple[str, int], int] = {}
         self._begun: set[tuple[str, int]] = set()
+        self._landed: set[tuple[str, int]] = set()
 
     def take(self, trace: str, batch: TraceBatch) -> None:
         """Count a batch of the recording `trace`."""
@@ -58,9 +63,13 @@ class Coverage:
                 tiers = set(
                     zip(event.ints("copy_src_tier").tolist(), event.ints("copy_dst_tier").tolist(), strict=True)
                 )
-                self.reached.update(_COPIES.get(ends, "copy") for ends in tiers)
-            elif event.kind == "transfer":
-                self.reached["load_back"] += event.scalar("mode") == "receive" and event.scalar("status") == "end"
+                if (key := (trace, int(event.scalar("request_id")))) in self._landed:  # this load is counted
+                    self._landed.discard(key)
+                    tiers.discard((TIER_HOST, TIER_POOL))
+                self.reached.update(_COPIES[ends] for ends in tiers & _COPIES.keys())
+            elif event.kind == "transfer" and event.scalar("mode") == "receive" and event.scalar("status") == "end":
+                self.reached["load_back"] += 1
+                self._landed.add((trace, int(event.scalar("request_id"))))
 
     def _forward(self, trace: str, event: EventView) -> None:
         mode = event.scalar("mode")
