@@ -21,15 +21,14 @@ FloatArray = npt.NDArray[np.float32]
 
 _BATCH: Final = 4096
 NOISE: Final = 4.0  # times what the engine's dtype differs by from float32
-LEAST: Final = 2.0**-8  # of the largest value of a token's head
+LEAST: Final = 2.0**-8  # of the largest value that a rank has of a token
 COARSE: Final = {"float32": "bfloat16"}  # a float32's product may be one of tf32, which bfloat16 bounds
 # Rotary embeddings that depend on the length of the request, which engines and transformers take for different things.
 _BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
-NEEDS: Final = "pip install 'kvcanary[model]'"
 
 
 class Expected(NamedTuple):
-    """What tokens must have in a stream: `values` `[n, width] float32`, each with a `tolerance` `[n]`, and the head's `largest` `[n]`."""
+    """What tokens must have in a stream: `values` `[n, width] float32`, each with a `tolerance` `[n]`, and the rank's `largest` `[n]`."""
 
     values: FloatArray
     tolerance: FloatArray
@@ -62,13 +61,8 @@ class FirstLayer:
         self.vocab_size = int(config.vocab_size)
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
-        self._full = load_model(path, config, "float32", device)
-        engine = COARSE.get(dtype, dtype)
-        self._low = load_model(path, config, engine, device)
-        if engine == dtype:  # the engine has the checkpoint's weights in its own dtype
-            for parameter in self._full.parameters():
-                parameter.data = parameter.data.to(getattr(torch, dtype)).float()
-        self._vocabulary: dict[tuple[str, int, int, int], FloatArray] = {}
+        self._full, self._low = load_pair(path, config, dtype, device)
+        self._vocabulary: dict[tuple[str, int, Ranks, int], FloatArray] = {}
         one = self._computed(self._full, np.ones(2, np.int64), np.array([0, 7]))
         self.moves = {
             half for half, rows in one.items() if np.abs(rows[0] - rows[1]).max() > LEAST * np.abs(rows).max()
@@ -93,7 +87,7 @@ class FirstLayer:
     def nearest_token(self, half: str, got: FloatArray, position: int, ranks: Ranks) -> int:
         """Return the token whose values in a half, at a position, are nearest to `[width]`."""
         position = position if half in self.moves else 0
-        key = (half, position, ranks.tp_rank, len(got))
+        key = (half, position, ranks, len(got))
         if key not in self._vocabulary:
             self._vocabulary.clear()
             tokens = np.arange(self.vocab_size)
@@ -131,7 +125,7 @@ class FirstLayer:
                 model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True)
         except _StopError:
             pass
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # whatever an architecture raises
             raise TraceError(f"{self.path}: the first layer cannot be computed: {first_line(error)}") from None
         if not cache.handed:
             raise TraceError(f"{self.path}: the first layer of {type(model).__name__} hands nothing to a KV cache")
@@ -150,7 +144,7 @@ def without_triton() -> Iterator[None]:
     """Let nothing load triton that has not been loaded: transformers does, on the CPU too, and it ends with a list of leaks."""
     there = "triton" in sys.modules
     if not there:
-        sys.modules["triton"] = None  # type: ignore[assignment]
+        sys.modules["triton"] = None  # type: ignore[assignment]  # an import of it raises then
     try:
         yield
     finally:
@@ -166,12 +160,25 @@ def load_model(path: Path, config: Any, dtype: str, device: str) -> Any:
     try:
         options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "output_loading_info": True}
         model, info = AutoModel.from_pretrained(path, local_files_only=True, attn_implementation="sdpa", **options)
+        model = model.to(device).eval()
     except Exception as error:  # noqa: BLE001  # whatever an architecture raises
         said = f"{type(error).__name__}: {first_line(error)}"
         raise TraceError(f"{path}: the model cannot be loaded: {said}") from None
     if missing := sorted(info["missing_keys"]):
         raise TraceError(f"{path}: the checkpoint has no {missing[0]}, so nothing can be computed with it")
-    return model.to(device).eval()
+    return model
+
+
+def load_pair(path: Path, config: Any, dtype: str, device: str) -> tuple[Any, Any]:
+    """Return a checkpoint's model in float32 and in the dtype of an engine, as `load_model` does."""
+    import torch
+
+    low = COARSE.get(dtype, dtype)
+    full, coarse = load_model(path, config, "float32", device), load_model(path, config, low, device)
+    if low == dtype:  # the engine has the checkpoint's weights in its own dtype
+        for parameter in full.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+    return full, coarse
 
 
 def read_config(path: Path, *, first_layer_only: bool) -> Any:
@@ -187,7 +194,7 @@ def read_config(path: Path, *, first_layer_only: bool) -> Any:
         # What has an entry a layer is cut as well.
         lists = {k: v[:1] for k, v in config.to_dict().items() if isinstance(v, list) and len(v) == layers}
         cut = AutoConfig.from_pretrained(path, local_files_only=True, num_hidden_layers=1, **lists)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  # whatever a configuration's own code raises
         raise TraceError(f"{path}: no model that transformers knows: {first_line(error)}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise TraceError(

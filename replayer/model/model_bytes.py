@@ -77,7 +77,7 @@ class ModelBytes(HistoryCheck):
         super().__init__(history)
         self.counts: Counter[str] = Counter()
         self._compared: dict[int, dict[str, _Compared]] = {}  # by weights and half
-        self._numbers: dict[int | None, int] = {}
+        self._numbers: dict[int | None, int] = {None: 0}  # as where nothing is declared
         self._streams: list[tuple[int, int, KvStream, str]] = []
         self._why = self._refused()
         if self._why:
@@ -186,10 +186,8 @@ class ModelBytes(HistoryCheck):
         together: dict[tuple[int, int], list[_Wrong]] = {}
         for halves in self._compared.values():
             why = ""
-            for (
-                half,
-                known,
-            ) in halves.items():  # what follows from the token alone comes first: without it the rest says nothing
+            # What follows from the token alone comes first: without it the rest says nothing.
+            for half, known in halves.items():
                 if not why and 2 * known.wrong > known.tokens and not self._explains(known.kept):
                     why = f"{half} of most tokens is nothing that this model gives: it is not what ran, or computes otherwise"
                 if why:
@@ -218,7 +216,7 @@ class ModelBytes(HistoryCheck):
                     Cause("holds_other_token", token=token, expected_token=one.token),
                 )
         if one.half in self._layer.moves:
-            near = np.arange(max(0, position - _NEAR), position + _NEAR)
+            near = np.arange(max(0, position - _NEAR), position + _NEAR + 1)
             there = self._layer.nearest_position(one.half, one.got, one.token, near, ranks)
             if self._is(one, one.token, there):
                 return _Explained(

@@ -1,6 +1,6 @@
 """One request followed through a trace: which slots its forwards read and wrote, and what was in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,18 +48,21 @@ class RequestWalk(RecordedState):
 
     def __init__(self, header: TraceHeader, request: str) -> None:
         super().__init__(header)
-        self.request, self.request_id = request, -1
+        self.request = request
+        self._follow(-1, named=False)
+
+    def _follow(self, request_id: int, *, named: bool) -> None:
+        self.request_id, self._named = request_id, named
         self.seen: list[Seen] = []
         self.fed: dict[int, int] = {}
-        self.wrong_inputs: list[
-            tuple[int, int, int, int]
-        ] = []  # event, forward, position, and the position that was fed
+        # Event, forward, position, and the position that was fed.
+        self.wrong_inputs: list[tuple[int, int, int, int]] = []
         self.truth = np.empty(0, np.int64)
         self.forwards = 0
         self._held: dict[int, _Held] = {}
 
-    def walk(self, paths: Sequence[Path], on_batch: Callable[[int], None] = lambda _: None) -> None:
-        """Read a trace to its end; raise `TraceError` if nobody of that name ran in it."""
+    def walk(self, paths: Sequence[Path]) -> None:
+        """Read a trace to its end; raise `TraceError` if nobody of that name ran in it, or two did."""
         stream = SegmentStream(paths)
         for item in stream.stream():
             if isinstance(item, TraceGap):
@@ -67,12 +70,6 @@ class RequestWalk(RecordedState):
                 continue
             for view in item:
                 self.apply(view)
-                if view.kind == "request" and self.request in (
-                    str(view.scalar("name")),
-                    str(view.scalar("request_id")),
-                ):
-                    self.request_id = int(view.scalar("request_id"))
-            on_batch(item.end_byte)
         if not self.forwards:
             raise TraceError(
                 f"{paths[0]}: no forward of a request {self.request}; kvcanary sql names those that there are"
@@ -81,17 +78,27 @@ class RequestWalk(RecordedState):
     def _store_bytes(self, steps: list[WriteStep], forward: Forward) -> None:
         mine = [r for r in range(len(forward.request_ids)) if self._is_mine(forward, r)] if forward.runner == 0 else []
         for step in steps if mine else ():
-            self._read(step.pool, forward, mine[0])
+            self._read(step.pool, forward, mine[-1])
         super()._store_bytes(steps, forward)
         for step in steps if mine else ():
-            self._wrote(step, forward, mine[0])
+            self._wrote(step, forward, mine[-1])
         if mine:
-            self._inputs(forward, mine[0], steps[0].write_plan.offsets)
+            self._inputs(forward, mine[-1], steps[0].write_plan.offsets)
             self.forwards += 1
 
     def _is_mine(self, forward: Forward, r: int) -> bool:
         request = int(forward.request_ids[r])
-        return forward.req_pool_indices[r] != 0 and (request == self.request_id or str(request) == self.request)
+        if forward.req_pool_indices[r] == 0 or request == self.request_id:
+            return bool(forward.req_pool_indices[r])
+        known = self.state.request_table.facts.get(request)
+        named = known is not None and known.name == self.request
+        if named and self._named:
+            both = f"requests {self.request_id} and {request} are both named {self.request}"
+            raise TraceError(f"{both}; name one by its number")
+        if named or (self.request_id < 0 and str(request) == self.request):
+            self._follow(request, named=named)  # a name goes before a number: an engine's names may be numbers
+            return True
+        return False
 
     def _read(self, pool: GroupPool, forward: Forward, r: int) -> None:
         """Take note of what is other than it was when this request last had it."""

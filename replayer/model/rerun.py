@@ -1,6 +1,6 @@
 """One request computed again from its tokens, by its own checkpoint, and held against what the engine had of it in its pools."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,7 @@ from ...kernels.capture.layers import watched_bytes
 from ...recorder.errors import TraceError, first_line
 from ...recorder.trace.header import KvStream, Ranks, TraceHeader
 from ..run.streams import SegmentStream
-from .first_layer import COARSE, LEAST, NOISE, FloatArray, load_model, of_rank, read_config, without_triton
+from .first_layer import LEAST, NOISE, FloatArray, load_pair, of_rank, read_config, without_triton
 from .request_walk import RequestWalk, Seen
 from .written import ROUNDING, float_values
 
@@ -71,12 +71,7 @@ class Model:
             raise TraceError(
                 f"the trace is of a model in {dtype or 'an unknown type'}, expected one of {', '.join(ROUNDING)}"
             )
-        low = COARSE.get(dtype, dtype)
-        models = load_model(path, config, "float32", self.device), load_model(path, config, low, self.device)
-        if low == dtype:
-            for parameter in models[0].parameters():
-                parameter.data = parameter.data.to(getattr(torch, dtype)).float()
-        self._models = models
+        self._models = load_pair(path, config, dtype, self.device)
         self.layers: list[dict[str, tuple[Any, Any]]] = []
         self._rows: dict[tuple[int, str], tuple[FloatArray, FloatArray]] = {}
 
@@ -113,15 +108,13 @@ class Model:
         return self._rows[layer, half]
 
 
-def rerun(
-    paths: Sequence[Path], request: str, model: Path, *, on_batch: Callable[[int], None] = lambda _: None
-) -> Rerun:
+def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
     """Compute a request again and compare every byte of it that a trace's files have; raise `TraceError` if that cannot be."""
     header = SegmentStream(paths).header
     if header.tokens != "plain":
         raise TraceError(f"{paths[0]}: it holds hashes of tokens; record with KVCANARY_TOKENS=plain")
     walk = RequestWalk(header, request)
-    walk.walk(paths, on_batch)
+    walk.walk(paths)
     tokens = walk.tokens()
     name = walk.state.request_table.name(walk.request_id) if walk.request_id >= 0 else request
     found = Rerun(request=name, tokens=len(tokens), forwards=walk.forwards)
@@ -182,10 +175,9 @@ def _compare(
             if not len(known):
                 continue
             rows, tolerance = model.rows(layer, stream.half, header.ranks)
-            keep = np.isin(of, known)
-            columns = begins[keep][:, None] + np.arange(got.shape[1])
-            inside = columns[:, -1] < rows.shape[1]  # MLA's rotary part lies behind the latent
-            known, columns, values = known[inside], columns[inside], got[keep][inside]
+            columns = begins[:, None] + np.arange(got.shape[1])
+            inside = np.isin(of, known) & (columns[:, -1] < rows.shape[1])  # MLA's rotary part lies behind the latent
+            known, columns, values = of[inside], columns[inside], got[inside]
             positions = seen.positions[known]
             off = np.abs(values - rows[positions[:, None], columns]).max(axis=1, initial=0)
             share = off / np.maximum(tolerance[positions], 1e-30)

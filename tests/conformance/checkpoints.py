@@ -208,12 +208,13 @@ def run_forked(engine: str, jobs: list[tuple[str, str, str]], dtype: str) -> Non
             try:
                 ENGINES[engine](checkpoint, fault, dtype)
                 status = 0
-            except BaseException:  # noqa: BLE001
+            except BaseException:  # noqa: BLE001  # a child ends here, whatever it was
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(status)
-        os.waitpid(pid, 0)
+        if os.waitpid(pid, 0)[1]:
+            Path(folder, "failed").touch()
         print(folder, flush=True)
 
 
@@ -222,8 +223,8 @@ def said(name: str, fault: str, folder: Path, checkpoint: str) -> bool:
     from kvcanary.replayer.run.replay import ReplaySettings, replay
 
     traces = sorted((folder / "traces").glob("*.arrow"))
-    if not traces:
-        print(f"{name:8} {fault:9} did not run: {folder / 'log'}", flush=True)
+    if not traces or (folder / "failed").exists():
+        print(f"{name:8} {fault:9} did not run to its end: {folder / 'log'}", flush=True)
         return False
     summary = replay(traces[0], settings=ReplaySettings(model=checkpoint))
     found, counts = summary.findings_by_kind.get("model_bytes", 0), summary.model_bytes

@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
+from kvcanary.analysis.shrink.proof import write_part
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.replayer.cli.rerun import rerun_command
 from kvcanary.replayer.model.rerun import Model
+from kvcanary.replayer.run.streams import SegmentStream
 
 from ..support.places import DATA
 
@@ -68,6 +71,21 @@ def test_chunks_matter_where_the_rotary_embedding_goes_by_the_length(checkpoint,
         model.compute(tokens, np.array([0, 12, 20]))
         off[folder] = (np.abs(model.rows(0, "K", Ranks())[0] - cold).max(axis=1) > tolerance).any()
     assert off == {checkpoint: False, tmp_path: True}
+
+
+@pytest.mark.parametrize(("names", "code", "said"), [({7: "0"}, 0, "0"), ({7: "short"}, 2, "both named short")])
+def test_a_name_goes_before_a_number_and_two_of_one_name_are_refused(checkpoint, tmp_path, names, code, said):
+    stream, copies = SegmentStream([DATA / "clean_llama.arrow"]), EventCopies()
+    events = [copies.copy(view) for view, _ in views_of(stream.stream())]
+    for event in events:
+        if event.kind == "request" and event.scalars["request_id"] in names:
+            event.scalars["name"] = names[event.scalars["request_id"]]
+    write_part(Part(stream.header, events, []), tmp_path / "t.arrow")
+    asked = [str(tmp_path / "t.arrow"), "--json", "--request", names[7], "--model", str(checkpoint)]
+    done = CliRunner().invoke(rerun_command, asked)
+    found = json.loads(done.stdout)
+    assert done.exit_code == code and said in found.get("request", found.get("error"))
+    assert code or found["tokens"] > 50  # late-fresh, and not the nine of number 0
 
 
 def test_a_request_that_is_not_there_is_said(checkpoint):

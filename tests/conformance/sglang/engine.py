@@ -91,7 +91,7 @@ def forked(folder: Path, environment: dict[str, str], run: Callable[[], None], t
             os.environ.update(environment)
             run()
             status = 0
-        except BaseException:  # noqa: BLE001
+        except BaseException:  # noqa: BLE001  # told, whatever it is
             import traceback
 
             traceback.print_exc()

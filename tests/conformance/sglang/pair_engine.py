@@ -101,7 +101,7 @@ def _engine(pair: Pair, role: str, folder: Path, port: int, *, recorded: bool) -
             inject(pair)
         serve(pair, role, folder, port)
         status = 0
-    except BaseException:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001  # told, whatever it is
         import traceback
 
         traceback.print_exc()

@@ -61,7 +61,7 @@ def main() -> int:
     for name, make in pools().items():
         try:
             pool = make()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # told, whatever it is
             print(f"{name}: not made here: {type(error).__name__} {str(error)[:200]}")
             continue
         lut = torch.zeros(SIZE + PAGE, dtype=torch.int64)

@@ -79,7 +79,7 @@ def run_forked(run: Run, folder: Path, timeout_s: float) -> int:
             os.environ.update(environment(run, folder))
             generate(run, folder)
             status = 0
-        except BaseException:  # noqa: BLE001
+        except BaseException:  # noqa: BLE001  # told, whatever it is
             import traceback
 
             traceback.print_exc()

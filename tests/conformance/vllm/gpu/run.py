@@ -134,7 +134,7 @@ def start(run: GpuRun, place: Path, *, forks: bool) -> int:
         os.environ.update(environment(told, place))
         generate(told, place)
         status = 0
-    except BaseException:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001  # told, whatever it is
         traceback.print_exc()
     finally:
         sys.stdout.flush()
