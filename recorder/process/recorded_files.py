@@ -117,8 +117,8 @@ def why_nothing(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
     """Return what may have kept an engine from recording, each with the way out."""
     settings = read_environment(environ)
     if settings is not None and not settings.server_chosen:
-        share = f"{settings.sample_servers:.6%} of fleet {settings.fleet!r}"
-        return [f"server {settings.server_name} is not one of the {share} that record (KVCANARY_SAMPLE_SERVERS)"]
+        chosen = f"server {settings.server_name} is not one of {settings.servers_said}, which record"
+        return [f"{chosen}: raise KVCANARY_SAMPLE_SERVERS, or unset it"]
     python = _python_of(command, environ)
     if python is None:
         return [_NO_PYTHON.format(command[0])]

@@ -113,6 +113,11 @@ class RecordingSettings(WriterSettings):
         return self.server or socket.gethostname()
 
     @property
+    def servers_said(self) -> str:
+        """Which share of which fleet's servers records."""
+        return f"{self.sample_servers:.6%} of fleet {self.fleet!r}"
+
+    @property
     def server_chosen(self) -> bool:
         """Whether this server is one of those that record."""
         return hashed_place("server", self.fleet, self.server_name) < self.sample_servers
@@ -152,9 +157,7 @@ class RecordingSettings(WriterSettings):
         )
 
     def _sampled(self) -> str:
-        said = f"; server {self.server_name} of {self.sample_servers:.6%} of fleet {self.fleet!r}" * (
-            self.sample_servers < 1
-        )
+        said = f"; server {self.server_name} of {self.servers_said}" * (self.sample_servers < 1)
         said += f"; {self.sample_windows:.6%} of the windows of {self.window_seconds} s" * (self.sample_windows < 1)
         return said + f"; at most {self.bytes_a_day / (1 << 20):g} MiB a day in the folder" * (self.bytes_a_day > 0)
 

@@ -102,6 +102,8 @@ class StateSlots:
                     self._misread.append(Misread(pool, request, shown, cause, slots[shown].copy()))
                 request_id = int(forward.request_ids[request])
                 slots[slot] = forward.event + 1, request_id, int(ends[request]), int(after[request]), new
+            if forward.failed:  # how far it came, nobody knows
+                slots[slot] = 0
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.chains))
         self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]

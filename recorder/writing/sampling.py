@@ -129,7 +129,7 @@ class Windows:
             self._said_spent = today
             limit = f"{settings.bytes_a_day / (1 << 20):g} MiB"
             _log.warning("kvcanary: nothing more is recorded today: %s a day are spent (bytes_a_day)", limit)
-        self.reason = "window" if chosen else "incident"
+        self.reason = "incident" if not chosen and now < self._until else "window"
         self.wanted = (chosen or now < self._until) and not spent
 
     def _spent(self, today: str) -> bool:

@@ -28,6 +28,7 @@ from ..model.written import (
     ROW,
     SLOT,
     TIME,
+    TOKEN_BITS,
     float_values,
     written_tokens,
 )
@@ -162,7 +163,7 @@ class TokenBytes(HistoryCheck):
         alike = same & new
         alike[differ] = by <= ROUNDING[dtype]
         ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
-        spans, of = np.stack([begins, ends], axis=1), keys[alike] >> 40
+        spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
         right = set(zip(of.tolist(), ends.tolist(), strict=True))
         for at, much in zip(differ.tolist(), by.tolist(), strict=True):
             if much <= ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
@@ -170,10 +171,10 @@ class TokenBytes(HistoryCheck):
             if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
                 # The one in between was wrong, and was found.
                 spans = np.append(spans, [[places[at - 2, EVENT], places[at, EVENT]]], axis=0)
-                of = np.append(of, keys[at] >> 40)
+                of = np.append(of, keys[at] >> TOKEN_BITS)
                 continue
             key, place = int(keys[at]), places[at].tolist()
-            among_right = (key >> 40, place[EVENT]) in right  # all that a forward wrote comes at once
+            among_right = (key >> TOKEN_BITS, place[EVENT]) in right  # all that a forward wrote comes at once
             known.found.append((much, place, places[at - 1].tolist(), key, among_right))
         for identity in np.unique(of).tolist():
             before = known.alike.get(identity, spans[:0])
@@ -188,9 +189,9 @@ class TokenBytes(HistoryCheck):
     def _same_weights(self, stream: _Stream, one: tuple[float, list[int], list[int], int, bool]) -> bool:
         """Say whether other tokens show that weights and adapter were not replaced between the two places of what differs."""
         _, place, before, key, among_right = one
-        spans = stream.alike.get(key >> 40, np.empty((0, 2), np.int64))
+        spans = stream.alike.get(key >> TOKEN_BITS, np.empty((0, 2), np.int64))
         spanned = bool(((spans[:, 0] <= before[EVENT]) & (place[EVENT] <= spans[:, 1])).any())
-        return spanned and (key >> 40 in self._weights_known or among_right)
+        return spanned and (key >> TOKEN_BITS in self._weights_known or among_right)
 
     def _judge(self, runner: int, number: int, stream: _Stream) -> Iterator[Finding]:
         by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
@@ -208,7 +209,7 @@ class TokenBytes(HistoryCheck):
         names = self.history.request_table
         for (event, request), members in together.items():
             much, place, before, key, _ = members[0]
-            token = key & (1 << 40) - 1
+            token = key & (1 << TOKEN_BITS) - 1
             detail = (
                 f"wrote token {token} with other bytes than request {names.name(before[REQUEST])} in forward "
                 f"{before[FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats elsewhere {len(by[by > limit]):,} do"

@@ -82,6 +82,9 @@ def test_windows_a_budget_and_what_a_freeze_keeps(tmp_path: Path) -> None:
         assert writer.flush()
         sampler.look(day + 60 * asleep + 119)
         assert not sampler.wanted, "the budget is spent"
+    chosen = next(n for n in range(99) if settings.window_chosen(int(day) // 60 + n))
+    sampler.look(day + 60 * chosen)
+    assert sampler.reason == "window"
     sampler.look(day + 60 * asleep + 120)
     assert [*tmp_path.glob("b.frozen-*/b.arrow")], "what followed is kept as well"
     sampler.look(day + 86_400 + 60 * next(n for n in range(99) if settings.window_chosen(int(day) // 60 + 1440 + n)))

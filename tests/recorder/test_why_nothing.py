@@ -50,7 +50,7 @@ def fake_python(folder: Path, versions: dict[str, str | None], plugins: dict[str
             {},
             {},
             {"KVCANARY_TRACE": "/t", "KVCANARY_SAMPLE_SERVERS": "0%", "KVCANARY_SERVER": "gpu-3"},
-            "server gpu-3 is not one of the",
+            "server gpu-3 is not one of 0.000000% of fleet '', which record: raise",
         ),
     ],
 )

@@ -163,7 +163,7 @@ class FrameDecoder:
         self._truth = RecordedTruth(self._header.truth_table)
         runners = capture.shadows.runners
         self._changes = TableChanges(self._header, runners)
-        self._why = LOST
+        self._why, self._why_status = LOST, ""
 
     @property
     def continues(self) -> bool:
@@ -178,7 +178,7 @@ class FrameDecoder:
             self._capture.release(in_flight)
         if in_flight.fresh:
             if not self.loss_recorded:
-                self.record_loss(self._why)
+                self.record_loss(self._why, self._why_status)
             self.follows = self.loss_recorded
             if not self.follows:
                 self._capture.reset()
@@ -199,14 +199,14 @@ class FrameDecoder:
     def record_due_loss(self) -> None:
         """Before anything else is recorded: record that something is missing, if there was no room to do so."""
         if not self.continues:
-            self.record_loss(self._why)
+            self.record_loss(self._why, self._why_status)
 
     def record_loss(self, note: str, status: str = "") -> None:
         """Record that something is missing, nobody knows what; what is in flight does not continue from there."""
         self._truth.forget()
         self._changes.forget()
         self.follows = False
-        self._why = note
+        self._why, self._why_status = note, status
         self.loss_recorded = self._recorder.start_over(note, tables=False, status=status)
 
     def _put(self, in_flight: FrameInFlight, frame: Frame) -> bool:

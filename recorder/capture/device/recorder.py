@@ -158,7 +158,7 @@ class DeviceRecorder:
 
     @harmless
     def after_forward(self, *, note: str = "", failed: bool = False) -> None:
-        """Complete the forward that `before_forward` began; `note` says how it failed, if it did."""
+        """Complete the forward that `before_forward` began; it failed if `failed` is true or a `note` says how."""
         self._capture.after(note or ("it failed" if failed else ""))
 
     @property

@@ -39,6 +39,7 @@ class EngineAttachment:
         self._stepped = 0.0  # when its last step began
         self.windows: Any = None  # a `Windows`; None records all the time
         self._in_window = True
+        self._closing: list[threading.Thread] = []
 
     def recorders(self) -> Sequence[Any]:
         """Return the open recorders."""
@@ -82,6 +83,8 @@ class EngineAttachment:
         self._ends = True
         self._paused.wait(max(0.0, self._stepped + STEP_S - time.monotonic()))
         self.close()
+        for thread in self._closing:
+            thread.join()
 
     def sample(self, settings: RecordingSettings) -> bool:
         """Begin to look at the clock if that decides when to record; return whether to record now."""
@@ -111,9 +114,12 @@ class EngineAttachment:
 
     def close_behind(self, recorder: Any) -> None:
         """End a trace without the engine waiting for the disk."""
+        thread = threading.Thread(target=recorder.close, name="kvcanary-close", daemon=True)
+        self._closing = [*filter(threading.Thread.is_alive, self._closing), thread]
         try:
-            threading.Thread(target=recorder.close, name="kvcanary-close", daemon=True).start()
+            thread.start()
         except RuntimeError:  # the system has no more threads
+            self._closing.remove(thread)
             recorder.close(timeout=STEP_S)
 
     def next_step(self) -> None:
@@ -139,8 +145,7 @@ def settings_here() -> RecordingSettings | None:
     settings = read_environment()
     if settings is None or settings.server_chosen:
         return settings
-    chosen = f"{settings.sample_servers:.6%} of fleet {settings.fleet!r}"
-    logger.info("kvcanary: not recording: server %s is not one of the %s that are", settings.server_name, chosen)
+    logger.info("kvcanary: not recording: server %s is not one of %s", settings.server_name, settings.servers_said)
     return None
 
 

@@ -120,6 +120,7 @@ class Scene:
         inputs: dict[tuple[int, int], int] | None = None,
         sampled: tuple[list[int], list[int]] = ((), ()),
         attention: AttentionInput | None = None,
+        failed: bool = False,
     ) -> int:
         """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth."""
         ids, positions, slots = [], [], []
@@ -159,7 +160,8 @@ class Scene:
             if part.state >= 0:
                 self.states[part.state] = part.prefix + len(part.slots)
         tokens, lens = sampled
-        self.recorder.after_forward(sampled_tokens=tokens, sampled_lens=[*lens, *[0] * pad] if len(lens) else ())
+        given = [*lens, *[0] * pad] if len(lens) else ()
+        self.recorder.after_forward(sampled_tokens=tokens, sampled_lens=given, failed=failed)
         self._forward += 1
         return self._told()
 

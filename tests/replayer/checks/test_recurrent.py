@@ -99,6 +99,13 @@ def not_seen(scene: Scene) -> None:
     hit(scene)
 
 
+def failed(scene: Scene) -> None:
+    """A step fails, and is done again."""
+    healthy(scene)
+    for fails in (True, False):
+        scene.forward(Part(request=1, row=1, prefix=5, slots=(8,), state=1), mode="decode", failed=fails)
+
+
 def lost(scene: Scene) -> None:
     healthy(scene)
     scene.lose()
@@ -130,7 +137,7 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
     assert [(row["cause"], row["request_id"], row["other_request_id"]) for row in rows] == FAULTS[act]
 
 
-@pytest.mark.parametrize("act", [never_filled, not_seen, lost, lambda scene: hit(healthy(scene))])
+@pytest.mark.parametrize("act", [never_filled, not_seen, failed, lost, lambda scene: hit(healthy(scene))])
 def test_what_nobody_knows_is_judged_by_nothing(act: Callable[[Scene], object], tmp_path: Path) -> None:
     assert played(act, tmp_path / "t.arrow").judge("state_differs") == []
 
