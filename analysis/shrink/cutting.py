@@ -172,6 +172,7 @@ class Cutter:
         ints["out_cache_loc"] = np.concatenate([NOTHING, *part.out_cache_loc])
         if len(forward.sampled_lens):
             ints["sampled_lens"], ints["sampled_tokens"] = part.sampled_lens, part.sampled_tokens
+            _keep_logprobs(ints, np.repeat(chosen, forward.sampled_lens))
         for name, streams in (("kv_bytes", forward.kv_bytes), ("kv_submitted_bytes", forward.kv_submitted)):
             if streams:
                 data[name] = np.concatenate([rows[tokens].reshape(-1) for rows in streams])
@@ -252,6 +253,7 @@ class Cutter:
             event = self._put(view, number)
             event.ints["sampled_lens"] = lens[mask]
             event.ints["sampled_tokens"] = view.ints("sampled_tokens")[np.repeat(mask, lens)]
+            _keep_logprobs(event.ints, np.repeat(mask, lens))
 
     def _put(self, view: EventView, number: int) -> TraceEvent:
         event = self._copies.copy(view)
@@ -266,6 +268,12 @@ class Cutter:
         named = [(e, n) for e, n in zip(self._events, self._numbers, strict=True) if e.kind == "request"]
         self._events = [*(e for e, _ in named), event]
         self._numbers = [*(n for _, n in named), number]
+
+
+def _keep_logprobs(ints: dict[str, Int64Array], tokens: BoolArray) -> None:
+    logprobs = ints.pop("sampled_logprobs", NOTHING)
+    if len(logprobs) == len(tokens):
+        ints["sampled_logprobs"] = logprobs[tokens]
 
 
 def _chosen(forward: Forward, chosen: BoolArray, tokens: BoolArray) -> Forward:

@@ -155,6 +155,7 @@ def _renamed(event: TraceEvent, names: Names, privacy: Privacy) -> TraceEvent:
         ints["request_ids"] = names.request_ids(ints["request_ids"])
     privacy.hash_kv(found, names.header)
     _first_digests(found, names.header)
+    ints.pop("sampled_logprobs", None)  # they give tokens away
     ints.update({name: privacy.hash_tokens(ints[name]) for name in _TOKENS if name in ints})
     ints.update({name: names.hashes(ints[name]) for name in _HASHES if name in ints})
     ints.update({name: names.halves(ints[name]) for name in _HASHES_IN_HALVES if name in ints})

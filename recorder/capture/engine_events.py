@@ -173,17 +173,29 @@ class EventRecording(Recording):
         self._stop_with_writer()
 
     @guarded
-    def sampled(self, *, forward: int, sampled_tokens: Any, sampled_lens: Any) -> None:
+    def sampled(
+        self,
+        *,
+        forward: int,
+        sampled_tokens: Any,
+        sampled_lens: Any,
+        sampled_logprobs: Any = (),
+        logprobs_kind: str | Int64Array = "",
+    ) -> None:
         """Say what an earlier forward sampled, where its `after_forward` could not know it yet (overlap scheduling).
 
         `forward` is its number, which `next_forward` gave before it, `sampled_tokens` `[sum(sampled_lens)]` request by
-        request, `sampled_lens` `[bs]` of that forward.
+        request, `sampled_lens` `[bs]` of that forward; log-probabilities as in `after_forward`.
         """
         lens = own_int64(sampled_lens, "sampled_lens")
         tokens = self._hash_tokens(own_int64(sampled_tokens, "sampled_tokens"))
         if tokens.size != int(np.maximum(lens, 0).sum()):
             raise ValueError(f"sampled_lens ask for {int(np.maximum(lens, 0).sum())} tokens, {tokens.size} came")
-        self._record("sample", {"sampled_lens": lens, "sampled_tokens": tokens}, forward=int(forward))
+        ints = {"sampled_lens": lens, "sampled_tokens": tokens}
+        logprobs = self._logprobs(sampled_logprobs, logprobs_kind, tokens.size)
+        if logprobs.size:
+            ints["sampled_logprobs"] = logprobs
+        self._record("sample", ints, forward=int(forward))
 
     @guarded
     def kv_copy(

@@ -2,13 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ..trace import schema
-from ..trace.schema import ALLOC_FRESH, AllocStatus, SlotChange
+from ..trace.schema import ALLOC_FRESH, LOGPROB_BITS, LOGPROB_KINDS, AllocStatus, SlotChange
 from .host_arrays import one_of
 
 
@@ -35,6 +35,28 @@ def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str
         rows.append((schema.IDENTITY_KINDS.index(kind), int(start), int(length), number if value else 0))
     columns = np.array(rows, np.int64).T.copy()
     return dict(zip(("identity_kind", "identity_start", "identity_count", "identity_hash"), columns, strict=True))
+
+
+def logprob_column(values: Any, kind: str | Int64Array, count: int) -> Int64Array:
+    """Return log-probabilities of `count` sampled tokens as the column `sampled_logprobs` has them; nothing for none.
+
+    `values` `[count]` are floats, NaN or None for a token that has none; `kind` is of `LOGPROB_KINDS`, or `[count]` indices in it.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().float().cpu().numpy()
+    found = np.array(values, np.float32).reshape(-1)
+    if found.size not in (0, count):
+        raise ValueError(
+            f"sampled_logprobs holds {found.size} values, expected one for each of the {count} sampled tokens, or none"
+        )
+    if isinstance(kind, str):
+        one_of("logprobs_kind", kind, LOGPROB_KINDS)
+        kind = np.full(found.size, LOGPROB_KINDS.index(kind), np.int64)
+    return (
+        found[:0].astype(np.int64)
+        if np.isnan(found).all()
+        else found.view(np.uint32).astype(np.int64) | kind << LOGPROB_BITS
+    )
 
 
 class CopyEnds(NamedTuple):

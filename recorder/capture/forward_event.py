@@ -25,7 +25,7 @@ Submitted = Mapping[tuple[int, int], Any]
 # Columns of the event that a `CopiedForward` has under the same names.
 _INTS: Final = (
     *("req_pool_indices", "request_ids", "prefix_lens", "extend_lens", "sampled_lens"),
-    *("input_ids", "positions", "sampled_tokens"),
+    *("input_ids", "positions", "sampled_tokens", "sampled_logprobs"),
 )
 _VALUES: Final = tuple(f"value_{name}" for name in ("request", "stream", "kind", "layer", "token", "rows"))
 _SCALARS: Final = ("runner", "mode", "attention_watched", "submitted_watched", "window_watched", "note")

@@ -167,6 +167,7 @@ class CopiedForward:
     watched: tuple[Int64Array, ...] = ()  # of each group of the runner, the slots of the prefix that this forward reads
     sampled_tokens: Int64Array = field(default_factory=lambda: _NOTHING)  # [sum(sampled_lens)]
     sampled_lens: Int64Array = field(default_factory=lambda: _NOTHING)  # [bs], or nothing
+    sampled_logprobs: Int64Array = field(default_factory=lambda: _NOTHING)  # as the column
     changes: dict[str, Int64Array] = field(default_factory=dict)  # event columns: of tables and truth tokens
     kv_watched: bool = False
     kv_changes: list[KvChange] = field(default_factory=list)

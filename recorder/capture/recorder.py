@@ -93,6 +93,8 @@ class Recorder(EventRecording):
         *,
         sampled_tokens: Any = (),
         sampled_lens: Any = (),
+        sampled_logprobs: Any = (),
+        logprobs_kind: str = "",
         note: str = "",
         failed: bool = False,
         submitted: Submitted | None = None,
@@ -102,6 +104,10 @@ class Recorder(EventRecording):
         Args:
             sampled_tokens: `[sum(sampled_lens)]`, request by request.
             sampled_lens: `[bs]` how many tokens each request got, or nothing if sampling is recorded otherwise.
+            sampled_logprobs: `[sum(sampled_lens)]` floats: the log-probability that the engine computed of each sampled token,
+                NaN or None for one without, or nothing. Not recorded where tokens are hashed.
+            logprobs_kind: "raw": of the model's logits as they are; "processed": behind temperature, penalties and the like;
+                "": the engine does not say.
             note: kept in the event; for a forward that failed, how.
             failed: the model raised: nobody knows what it has written, and a replay judges nothing by it.
             submitted: for each `(group, stream)` whose K or V was seen on its way to the cache, `[T, ...]` what the model
@@ -119,6 +125,7 @@ class Recorder(EventRecording):
             )
         forward.note, forward.failed = note, failed
         forward.sampled_lens, forward.sampled_tokens = lens, tokens
+        forward.sampled_logprobs = self._logprobs(sampled_logprobs, logprobs_kind, wanted)
         self._finish_forward(forward, submitted)
 
     @guarded

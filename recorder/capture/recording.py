@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
+import numpy as np
+
 from ...kernels.arrays import Int64Array
 from ...kernels.capture import changes, layers
 from ..errors import error_text
@@ -24,6 +26,7 @@ from ..trace.header import CaptureInfo, TraceHeader
 from ..trace.schema import PHASE_AFTER
 from ..writing.outbox import Outbox, RecorderStats
 from ..writing.writer import TraceWriter
+from .event_input import logprob_column
 from .forward_event import StateShadow, add_kv_changes
 from .forward_input import CopiedForward, KvChange
 from .kv_shadow import Source, compare, group_shadows, store_changes
@@ -249,6 +252,12 @@ class Recording:
     def _hash_tokens(self, tokens: Int64Array) -> Int64Array:
         """Return tokens as the trace may hold them."""
         return tokens if self._privacy is None else self._privacy.hash_tokens(tokens)
+
+    def _logprobs(self, values: Any, kind: str | Int64Array, count: int) -> Int64Array:
+        """Return log-probabilities as the trace may hold them: with a checkpoint at hand they give tokens away."""
+        if self._privacy is not None and self._privacy.tokens:
+            values = ()
+        return logprob_column(values, kind, count) if len(values) else np.empty(0, np.int64)
 
     def _put_watched(self, event: TraceEvent, runner: int, compared: list[tuple[int, Int64Array]]) -> None:
         """Send an event off with what changed, without a write, of the slots that it names."""

@@ -64,7 +64,7 @@ SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
 _INT_LIST_GROUPS: Final = {
     "a forward's requests, [bs] each": "req_pool_indices request_ids prefix_lens extend_lens truth_lens sampled_lens",
     "a forward's tokens, [tokens] each; out_cache_loc is [tables * tokens], table by table": "input_ids positions out_cache_loc",
-    "[sum(sampled_lens)]": "sampled_tokens",
+    "[sum(sampled_lens)]; sampled_logprobs may hold nothing instead": "sampled_tokens sampled_logprobs",
     "req_to_token changes as runs: table_slots holds table_count[i] values for each run i, one after another": (
         "table_index table_row table_start table_count table_slots"
     ),
@@ -126,6 +126,7 @@ ADDED: Final[dict[str, int]] = {
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("recurrent_")), 5),
     **dict.fromkeys(("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed"), 6),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("value_")), 6),
+    "sampled_logprobs": 7,
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.
@@ -139,6 +140,11 @@ IDENTITY_KINDS: Final = ("adapter", "salt", "weights", "media")
 # `recurrent_op`: the slot was zeroed; it became a copy of the source; a request of the forward read its state from the source
 # (-1: it began with none) and wrote it to the slot. The hashes are of bytes: the source's before, the slot's after; 0 for none.
 RECURRENT_OPS: Final = ("clear", "copy", "step")
+
+# `sampled_logprobs`: the bits of a float32, NaN for none, and in the bits from 32 on of what the engine computed it: it does not
+# say; the model's logits as they are; what it sampled from, behind temperature, penalties and the like.
+LOGPROB_BITS: Final = 32
+LOGPROB_KINDS: Final = ("", "raw", "processed")
 
 # `value_kind`: a row of K or V, which is what a token has in a layer, with a NaN in it, with an infinity, or all of zeros.
 WRITTEN_VALUES: Final = ("nan", "infinite", "zeros")

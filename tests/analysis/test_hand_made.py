@@ -81,7 +81,8 @@ def test_tokens_leave_padding_out(session):
         (1, 1, 4, 2, 1),
         (2, 1, 1, 0, 0),
     ]
-    assert rows(session, "select forward, request_id, number, token from samples") == [(1, 7, 0, 106)]
+    samples = "select forward, request_id, number, token, logprob, logprob_kind from samples"
+    assert rows(session, samples) == [(1, 7, 0, 106, -1.5, "raw")]
 
 
 def test_slot_writes_number_each_group_its_own_way(session):

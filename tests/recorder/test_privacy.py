@@ -87,7 +87,7 @@ def record_planted(path: Path, **options: Any) -> list[int]:
     tokens = next(iter(engine.requests.values()))[1]
     while engine.requests:
         engine.step()
-    engine.recorder.sampled(forward=0, sampled_tokens=PLANTED[:1], sampled_lens=[1])
+    engine.recorder.sampled(forward=0, sampled_tokens=PLANTED[:1], sampled_lens=[1], sampled_logprobs=[-0.5])
     engine.recorder.close()
     assert not engine.recorder.stats().off.startswith("sampled")
     return tokens
@@ -113,9 +113,12 @@ def test_no_plain_token_and_no_salt_is_in_the_file(tmp_path: Path) -> None:
             if isinstance(values, list)
             for token in set(values) & set(PLANTED)
         }
+        found |= {name for event in told for name in ("sampled_logprobs",) if event[name]}
         return found | {text for text in ("alice", SALT.decode()) if text.encode() in raw}
 
-    assert {f"{token} in input_ids" for token in PLANTED} | {"77001 as <i8", "alice"} <= seen(plain), "the search finds"
+    assert {f"{token} in input_ids" for token in PLANTED} | {"77001 as <i8", "alice", "sampled_logprobs"} <= seen(
+        plain
+    ), "the search finds"
     assert seen(hashed) == set()
     assert hashed.stat().st_mode & 0o777 == 0o600
 

@@ -254,10 +254,14 @@ def test_slots_rows_and_positions_beyond_everything_are_recorded_as_said(tmp_pat
     )
     for _ in range(2):
         engine.recorder.before_forward(told)
-        engine.recorder.after_forward(sampled_tokens=[big, 1, 1], sampled_lens=[1, 1, 1])
+        said = {"sampled_logprobs": [-1.5, None, -np.inf], "logprobs_kind": "processed"}
+        engine.recorder.after_forward(sampled_tokens=[big, 1, 1], sampled_lens=[1, 1, 1], **said)
     assert engine.recorder.stats().off == ""
     engine.recorder.close()
     first, second = contents(tmp_path / "trace.arrow")
+    said = np.array(first["sampled_logprobs"])
+    np.testing.assert_array_equal((said & 0xFFFFFFFF).astype(np.uint32).view(np.float32), [-1.5, np.nan, -np.inf])
+    assert set((said >> 32).tolist()) == {2}
     assert first["out_cache_loc"] == second["out_cache_loc"] == [big, -7, 1 << 40, 129, 3]
     assert first["input_ids"][2] == big
     assert first["kv_bytes"][: 4 * 16] == [0] * 64  # none of these four slots exists

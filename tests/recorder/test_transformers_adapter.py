@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines.transformers import attach, attach_from_environment
@@ -54,10 +55,14 @@ def test_recorded_bytes_are_those_of_the_layers_asked_for(tmp_path: Path, name: 
 
 def test_no_bytes_where_none_are_wanted(tmp_path: Path) -> None:
     with attach(tmp_path / "trace.arrow", capture_bytes=0):
-        generate(model("gemma3_hybrid"))
+        generate(model("gemma3_hybrid"), return_logprobs=True)
     with TraceReader(tmp_path / "trace.arrow") as reader:
         assert [group.streams for group in reader.header.groups] == [(), ()]
         assert len(reader.header.notes) == 1
+    for view in (view for view in read_trace(tmp_path / "trace.arrow") if view.kind == "forward"):
+        logprobs = (view.ints("sampled_logprobs") & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+        assert len(logprobs) == len(view.ints("sampled_tokens"))
+        assert (logprobs < 0).all() and set((view.ints("sampled_logprobs") >> 32).tolist()) <= {1}
     assert_clean(tmp_path / "trace.arrow")
 
 

@@ -66,6 +66,7 @@ EVENTS = [
         out_cache_loc=[8, 9, 0, 0],
         sampled_lens=[0, 1],
         sampled_tokens=[106],
+        sampled_logprobs=[1 << 32 | 0xBFC00000],  # raw, -1.5
         lut_slots=[12],
         **runs("lut", 0, 8, 1),
     ),

@@ -191,11 +191,11 @@ class DeviceRecorder:
         """Have `callback` called with each forward that can be recorded, right before it is, by the recorder's thread."""
         self._decoder.before_each = callback
 
-    def record_sampled(self, forward: int, sampled: Callable[..., tuple[Int64Array, Int64Array]], *args: Any) -> None:
-        """As `Recorder.sampled`, to be recorded `later`: `sampled(*args)` gives tokens and lens."""
-        tokens, lens = sampled(*args)
-        if tokens.size:
-            self.recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+    def record_sampled(self, forward: int, sampled: Callable[..., Mapping[str, Any]], *args: Any) -> None:
+        """As `Recorder.sampled`, to be recorded `later`: `sampled(*args)` gives its other arguments."""
+        said = sampled(*args)
+        if said["sampled_tokens"].size:
+            self.recorder.sampled(forward=forward, **said)
 
     request = recorded_later(Recorder.request)
     request_status = recorded_later(Recorder.request_status)

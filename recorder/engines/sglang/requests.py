@@ -22,6 +22,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.event_input import IdentityValue
 from ...capture.forward_input import TruthTokens
 from ...capture.recorder import Recorder
+from ...trace.schema import LOGPROB_KINDS
 from ..common.hooking import Around, beside
 from ..common.requests import TokenList, request_id_of, truth_tokens
 
@@ -82,6 +83,16 @@ class TokenLists:
         return np.concatenate((prompt, output)) if prompt.size else output
 
 
+# Sampling parameters of a request, and the values with which what it is sampled from is what the model gives; greedy ones have a
+# temperature of 1. `top_p` and the like leave the logits as they are on some backends, and are not looked into.
+_CHANGE_NOTHING: Final[dict[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("temperature", "repetition_penalty", "top_p"), (1, None)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_new_tokens"), (0, None)),
+    **dict.fromkeys(("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "watermark"), (None,)),
+    "top_k": (1, -1, 1 << 30, None),
+}
+
+
 class SglangRequest:
     """One request of the engine's, and its tokens so far."""
 
@@ -92,6 +103,14 @@ class SglangRequest:
         self.placeholders = tuple(getattr(req, name, None) is not None for name in ("input_embeds", "beam_group"))
         self._tokens = TokenList()
         self._lists: TokenLists | None = None
+
+    @cached_property
+    def logprobs_kind(self) -> int:
+        """What its log-probabilities are of, as an index of `LOGPROB_KINDS`: SGLang computes them of what it samples from."""
+        params = getattr(self.req, "sampling_params", None)
+        plain = params is not None and getattr(self.req, "custom_logit_processor", None) is None
+        plain = plain and all(getattr(params, name, None) in values for name, values in _CHANGE_NOTHING.items())
+        return LOGPROB_KINDS.index("raw" if plain else "processed")
 
     def truth(self) -> Int64Array:
         """Return prompt and output so far, as the scheduler holds them now, `[n] int64`; valid until the next call."""
@@ -235,6 +254,24 @@ class KnownBatch:
         lens = np.array(list(map(len, tokens)), np.int64)
         return np.concatenate((np.empty(0, np.int64), *tokens)), lens
 
+    @cached_property
+    def with_logprobs(self) -> list[tuple[int, SglangRequest]]:
+        """Those that ask for log-probabilities, with their place in the batch."""
+        return [(r, one) for r, one in enumerate(self.requests) if getattr(one.req, "return_logprob", False)]
+
+    def logprobs(self, before: bytes, tokens: Int64Array, lens: Int64Array) -> dict[str, Any]:
+        """Return the log-probabilities of what `sampled` returned, as `Recorder.sampled` takes them."""
+        values, kinds = np.full(tokens.size, np.nan, np.float32), np.zeros(tokens.size, np.int64)
+        first, begins = np.frombuffer(before, np.int64), np.cumsum(lens) - lens
+        for r, one in self.with_logprobs:
+            holder, mine = getattr(one.req, "logprob", one.req), slice(first[r], first[r] + lens[r])
+            said = np.array((holder.output_token_logprobs_val or ())[mine], np.float32)
+            of = np.array((holder.output_token_logprobs_idx or ())[mine], np.int64)
+            place = slice(begins[r], begins[r] + of.size)
+            values[place] = np.where(of == tokens[place], said, np.nan)
+            kinds[place] = one.logprobs_kind
+        return {"sampled_logprobs": values, "logprobs_kind": kinds}
+
 
 class BatchLookup:
     """Looks a batch's requests up if they are others than the last time."""
@@ -319,12 +356,13 @@ class StepResults:
         if self._later is not None:
             self._later(self._record_sampled, forward, self._read_sampled, known, before, after)
             return
-        tokens, lens = self._sampled(known, before, after)
-        self._recorder.sampled(forward=forward, sampled_tokens=tokens, sampled_lens=lens)
+        self._recorder.sampled(forward=forward, **self._sampled(known, before, after))
 
-    def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
+    def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> dict[str, Any]:
         self._batches.refresh()
-        return known.sampled(before, after)
+        tokens, lens = known.sampled(before, after)
+        said = known.logprobs(before, tokens, lens) if known.with_logprobs else {}
+        return {"sampled_tokens": tokens, "sampled_lens": lens, **said}
 
     @beside
     def on_launch(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...capture.forward_input import ForwardInput
-from ...capture.host_arrays import as_rows, own_int64
+from ...capture.host_arrays import as_rows, on_host, own_int64
 from ...process.injection import Injection
 from ...trace.header import NotWatched, TraceHeader
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
@@ -165,7 +165,11 @@ class TransformersRecording:
         io = processor.inputs_and_outputs
         sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)
         sampled = io.output_ids[0, : int(sampled_lens.sum())]
-        self.recorder.after_forward(sampled_tokens=sampled, sampled_lens=sampled_lens, submitted=submitted)
+        said: dict[str, Any] = {"sampled_tokens": sampled, "sampled_lens": sampled_lens, "submitted": submitted}
+        if getattr(processor, "return_logprobs", False):
+            said["sampled_logprobs"] = on_host(io.output_ids[1, : sampled.shape[0]], wait=True).view(np.float32)
+            said["logprobs_kind"] = "processed" if processor.logit_processor.do_processing else "raw"
+        self.recorder.after_forward(**said)
 
     def on_update(self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended.

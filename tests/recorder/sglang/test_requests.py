@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.sglang import requests as sglang_requests
-from kvcanary.recorder.engines.sglang.requests import BatchLookup, SglangRequest, SglangRequests, row_of
+from kvcanary.recorder.engines.sglang.requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, row_of
 
 
 def test_ids_are_sglangs_own() -> None:
@@ -68,6 +68,15 @@ def test_lengths_are_looked_up_once_a_moment() -> None:
     assert [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)] == [[0, 0], [0, 2]]
     tokens, lens = known.sampled(before, after)
     assert (tokens.tolist(), lens.tolist()) == ([7, 8], [0, 2])
+    assert not known.with_logprobs
+    reqs[1].return_logprob, reqs[1].sampling_params = True, SimpleNamespace(temperature=1.0, top_k=1)
+    reqs[1].logprob = SimpleNamespace(output_token_logprobs_val=[-0.5, -2.0], output_token_logprobs_idx=[7, 9])
+    again = KnownBatch(["r0", "r1"], 3, book)
+    said = again.logprobs(before, tokens, lens)  # of the second one another token's
+    assert (said["sampled_logprobs"].tolist()[0], said["logprobs_kind"].tolist()) == (-0.5, [1, 1])
+    assert np.isnan(said["sampled_logprobs"][1])
+    reqs[1].sampling_params.temperature = 0.7
+    assert SglangRequest(reqs[1], 1).logprobs_kind == 2
     assert known.ids.tolist() == [request_id_of(r, signed=False) for r in ("r0", "r1")] + [-1]
     stranger = batches.of(["r0", "r9"], 2)
     assert (stranger.outputs, stranger.truth, stranger.output_lens(3)) == (None, None, b"")

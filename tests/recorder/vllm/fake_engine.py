@@ -57,7 +57,9 @@ class GPUModelRunner:
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=2, rank=1),
             scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS, async_scheduling=use_async),
-            model_config=SimpleNamespace(model="some/tiny", dtype=torch.float32, max_model_len=WIDTH),
+            model_config=SimpleNamespace(
+                model="some/tiny", dtype=torch.float32, max_model_len=WIDTH, logprobs_mode="raw_logprobs"
+            ),
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,
         )
@@ -175,7 +177,9 @@ class GPUModelRunner:
             token = [int(abs(self.seen[name]) * 1000) % VOCAB] if end == len(state.tokens) else []
             state.tokens += token
             sampled.append(token)
-        result = SimpleNamespace(req_ids=list(self.input_batch.req_ids), sampled_token_ids=sampled)
+        of = np.array([[*token, 0][:1] for token in sampled])  # a row for each request, whether it samples or not
+        logprobs = SimpleNamespace(logprob_token_ids=of, logprobs=-of / np.float32(8))
+        result = SimpleNamespace(req_ids=list(self.input_batch.req_ids), sampled_token_ids=sampled, logprobs=logprobs)
         return SimpleNamespace(get_output=lambda: result) if self.use_async else result
 
     def shutdown(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
@@ -96,6 +97,9 @@ def test_what_the_trace_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         if event.kind == "sample":
             ids = forwards[event.scalar("forward")].ints("request_ids").tolist()
             tokens = iter(event.ints("sampled_tokens").tolist())
+            bits = event.ints("sampled_logprobs")
+            assert ((bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32) * -8 == event.ints("sampled_tokens")).all()
+            assert set((bits >> 32).tolist()) == {1}
             for request_id, count in zip(ids, event.ints("sampled_lens").tolist(), strict=True):
                 sampled.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
     assert {name: sampled[request_id] for name, request_id in names.items()} == {
