@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Exit codes:
-    0  every byte that was recorded is what the model gives
+    0  every byte, and every log-probability, that was recorded is what the model gives
     1  something differs
     2  wrong usage, or a trace or checkpoint that cannot be read
   125  nothing could be compared
@@ -48,7 +48,8 @@ def rerun_command(traces: tuple[Path, ...], request: str, model: str, as_json: b
     """Compute a request again from its tokens, and compare K and V of every layer that was recorded.
 
     TRACE is a recording: one file, or its segments in order. Says in which forward, layer and position the engine first had
-    something else than the model gives, and whether the cache, the compute or the input is at fault.
+    something else than the model gives, and whether the cache, the compute or the input is at fault. Log-probabilities that the
+    engine computed of sampled tokens are compared, too.
     """
     from ..model.rerun import rerun
 
@@ -62,7 +63,7 @@ def rerun_command(traces: tuple[Path, ...], request: str, model: str, as_json: b
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
         _show(found)
-    sys.exit(125 if not found.compared else int(found.first is not None))
+    sys.exit(125 if not found.compared and not found.logprobs else int(found.fault != "agrees"))
 
 
 def _show(found: Rerun) -> None:
@@ -76,10 +77,24 @@ def _show(found: Rerun) -> None:
     say(f"compared  {found.compared:,} pieces of slots   by layer {layers or 'none'}")
     for reason in found.not_compared:
         say(f"not       {reason}", "dim")
-    if found.first is None:
-        say("AGREES    with the model" if found.compared else "NOTHING   could be compared", "bold")
+    if found.logprobs:
+        differ = f"{found.logprobs_differing:,} differ" if found.logprobs_differing else "all agree"
+        say(
+            f"sampled   {found.logprobs:,} log-probabilities: {differ}, within {found.logprob_tolerance:.4f} (half of them, or less)"
+        )
+    if found.fault == "agrees":
+        some = found.compared or found.logprobs
+        say("AGREES    with the model" if some else "NOTHING   could be compared", "bold")
         return
+    if (token := found.first_logprob) is not None:
+        what = f"forward {token.forward:,}, position {token.position:,}, token {token.token}"
+        off = f"{token.recorded:.4f}, and the model gives {token.computed:.4f} (within {token.tolerance:.4f})"
+        if found.first is None:
+            say(f"{found.fault.upper():9} {token.words}", "bold red")
+        say(f"token     {what}: its log-probability is {off}")
     first = found.first
+    if first is None:
+        return
     say(f"{found.fault.upper():9} {first.words}", "bold red")
     place = f"forward {first.forward:,}, layer {first.layer}, position {first.position:,}, {first.half} in slot {first.slot:,}"
     say(f"first     {place}: off by {first.off:.1%} of the largest value")

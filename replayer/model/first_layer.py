@@ -152,14 +152,17 @@ def without_triton() -> Iterator[None]:
             del sys.modules["triton"]
 
 
-def load_model(path: Path, config: Any, dtype: str, device: str) -> Any:
-    """Return a checkpoint's model of a configuration, in a dtype; raise `TraceError` if it cannot be loaded whole."""
+def load_model(path: Path, config: Any, dtype: str, device: str, *, head: bool = False) -> Any:
+    """Return a checkpoint's model of a configuration, in a dtype, with what makes logits if `head`; raise `TraceError` if it
+    cannot be loaded whole.
+    """
     import torch
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForCausalLM
 
     try:
         options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "output_loading_info": True}
-        model, info = AutoModel.from_pretrained(path, local_files_only=True, attn_implementation="sdpa", **options)
+        kind = AutoModelForCausalLM if head else AutoModel
+        model, info = kind.from_pretrained(path, local_files_only=True, attn_implementation="sdpa", **options)
         model = model.to(device).eval()
     except Exception as error:  # noqa: BLE001  # whatever an architecture raises
         said = f"{type(error).__name__}: {first_line(error)}"
@@ -169,12 +172,12 @@ def load_model(path: Path, config: Any, dtype: str, device: str) -> Any:
     return model
 
 
-def load_pair(path: Path, config: Any, dtype: str, device: str) -> tuple[Any, Any]:
+def load_pair(path: Path, config: Any, dtype: str, device: str, *, head: bool = False) -> tuple[Any, Any]:
     """Return a checkpoint's model in float32 and in the dtype of an engine, as `load_model` does."""
     import torch
 
     low = COARSE.get(dtype, dtype)
-    full, coarse = load_model(path, config, "float32", device), load_model(path, config, low, device)
+    full, coarse = (load_model(path, config, one, device, head=head) for one in ("float32", low))
     if low == dtype:  # the engine has the checkpoint's weights in its own dtype
         for parameter in full.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype)).float()

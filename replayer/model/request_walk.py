@@ -10,10 +10,12 @@ from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.errors import TraceError
 from ...recorder.state.apply import RecordedState, WriteStep
-from ...recorder.state.forward import Forward
+from ...recorder.state.forward import Forward, add_up
 from ...recorder.state.pools import GroupPool
+from ...recorder.trace.batch import EventView
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceGap
+from ...recorder.trace.schema import LOGPROB_BITS
 from ..run.streams import SegmentStream
 
 
@@ -33,6 +35,21 @@ class Seen(NamedTuple):
     records: Int64Array
     data: list[ByteArray]
     changed: list[BoolArray]
+
+
+class SampledLogprob(NamedTuple):
+    """What the engine said of a token that it sampled for `position`; `before` are those of the same forward before it.
+
+    `event` and `forward` are those of the forward, `kind` indexes `LOGPROB_KINDS`.
+    """
+
+    event: int
+    forward: int
+    position: int
+    token: int
+    before: tuple[int, ...]
+    logprob: float
+    kind: int
 
 
 class _Held(NamedTuple):
@@ -60,6 +77,8 @@ class RequestWalk(RecordedState):
         self.truth = np.empty(0, np.int64)
         self.forwards = 0
         self._held: dict[int, _Held] = {}
+        self.logprobs: list[SampledLogprob] = []
+        self._samples_at: dict[int, tuple[int, int, int]] = {}  # by forward: event, place in its batch, next position
 
     def walk(self, paths: Sequence[Path]) -> None:
         """Read a trace to its end; raise `TraceError` if nobody of that name ran in it, or two did."""
@@ -70,6 +89,8 @@ class RequestWalk(RecordedState):
                 continue
             for view in item:
                 self.apply(view)
+                if view.kind in ("forward", "sample"):
+                    self._sampled(view)
         if not self.forwards:
             raise TraceError(
                 f"{paths[0]}: no forward of a request {self.request}; kvcanary sql names those that there are"
@@ -85,6 +106,19 @@ class RequestWalk(RecordedState):
         if mine:
             self._inputs(forward, mine[-1], steps[0].write_plan.offsets)
             self.forwards += 1
+
+    def _sampled(self, view: EventView) -> None:
+        place, bits = self._samples_at.get(int(view.scalar("forward"))), view.ints("sampled_logprobs")
+        lens, tokens = view.ints("sampled_lens"), view.ints("sampled_tokens")
+        if place is None or not len(bits) or len(bits) != len(tokens) or not add_up(lens, len(tokens)):
+            return
+        event, r, position = place
+        begin, end = np.cumsum(np.append(0, lens))[r : r + 2].tolist() if r < len(lens) else (0, 0)
+        values = (bits & (1 << LOGPROB_BITS) - 1).astype(np.uint32).view(np.float32)
+        for at in range(begin, end):
+            before = tuple(tokens[begin:at].tolist())
+            said = int(tokens[at]), before, float(values[at]), int(bits[at]) >> LOGPROB_BITS
+            self.logprobs.append(SampledLogprob(event, int(view.scalar("forward")), position + at - begin, *said))
 
     def _is_mine(self, forward: Forward, r: int) -> bool:
         request = int(forward.request_ids[r])
@@ -168,6 +202,9 @@ class RequestWalk(RecordedState):
         begin, end = offsets[r : r + 2].tolist()
         prefix = int(forward.prefix_lens[r])
         self.fed.update(zip(range(prefix, prefix + end - begin), forward.input_ids[begin:end].tolist(), strict=True))
+        # What a verify forward accepts follows its first token.
+        follows = 1 if forward.mode == "target_verify" else end - begin
+        self._samples_at[forward.forward] = forward.event, r, prefix + follows
         fed = forward.positions[begin:end]
         for at in np.flatnonzero(fed != prefix + np.arange(end - begin))[:1].tolist():
             self.wrong_inputs.append((forward.event, forward.forward, prefix + at, int(fed[at])))

@@ -11,13 +11,17 @@ from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.capture.layers import watched_bytes
 from ...recorder.errors import TraceError, first_line
 from ...recorder.trace.header import KvStream, Ranks, TraceHeader
+from ...recorder.trace.schema import LOGPROB_KINDS
 from ..run.streams import SegmentStream
 from .first_layer import LEAST, NOISE, FloatArray, load_pair, of_rank, read_config, without_triton
+from .logprobs import LogprobDiffers, comparable, compare
 from .request_walk import RequestWalk, Seen
 from .written import ROUNDING, float_values
 
 _USUAL: Final = 8.0  # times what most of a layer is off by
 AGREES, CACHE, COMPUTE, ORDER, INPUT = "agrees", "cache", "compute", "order", "input"
+ELSEWHERE = "elsewhere"
+_NOTHING: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +41,11 @@ class Differs:
 
 @dataclass(slots=True, kw_only=True)
 class Rerun:
-    """What came of it: `fault` is "agrees", "cache", "compute", "order" or "input"; `compared` counts pieces of slots, by layer in `layers`.
+    """What came of it: `fault` is "agrees", "cache", "compute", "order", "input" or "elsewhere"; `compared` counts pieces of slots, by layer in `layers`.
 
     `warm`: how many differ if the model computes in the chunks in which the engine did, prefixes of others in theirs; None if
-    nobody asked. If none does, what is in the cache follows from the order in which things came.
+    nobody asked. If none does, what is in the cache follows from the order in which things came. `logprobs` are log-probabilities
+    of sampled tokens; if they alone differ, the fault is elsewhere than in what was captured, and `warm` counts them.
     """
 
     request: str
@@ -52,6 +57,10 @@ class Rerun:
     fault: str = AGREES
     first: Differs | None = None
     warm: int | None = None
+    logprobs: int = 0
+    logprobs_differing: int = 0
+    logprob_tolerance: float = 0.0
+    first_logprob: LogprobDiffers | None = None
     not_compared: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,9 +69,12 @@ class Rerun:
 
 
 class Model:
-    """What a checkpoint gives for a row of tokens, cold: K and V of every layer, in float32 and in the engine's dtype."""
+    """What a checkpoint gives for a row of tokens, cold: K and V of every layer, in float32 and in the engine's dtype.
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    With a `head` also the log-probabilities of what follows.
+    """
+
+    def __init__(self, path: Path, dtype: str, *, head: bool = False) -> None:
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,25 +83,35 @@ class Model:
             raise TraceError(
                 f"the trace is of a model in {dtype or 'an unknown type'}, expected one of {', '.join(ROUNDING)}"
             )
-        self._models = load_pair(path, config, dtype, self.device)
+        self._models = load_pair(path, config, dtype, self.device, head=head)
+        self.head, self.vocab_size = head, int(config.vocab_size)
         self.layers: list[dict[str, tuple[Any, Any]]] = []
         self._rows: dict[tuple[int, str], tuple[FloatArray, FloatArray]] = {}
+        self.logprobs: list[FloatArray] = []
 
-    def compute(self, tokens: Int64Array, starts: Int64Array) -> None:
+    def compute(self, tokens: Int64Array, starts: Int64Array, followed: Int64Array = _NOTHING) -> None:
         """Compute a request from its tokens `[n]`, in chunks that begin at `starts`, 0 among them: `layers` then has float32
-        and low, `[n, heads, dim]` each, by half.
+        and low, `[n, heads, dim]` each, by half; `logprobs` both of what follows the positions `followed`, `[m, vocab]`.
         """
         import torch
         from transformers import DynamicCache
 
         found = []
+        self.logprobs = []
         try:
             with torch.inference_mode():
                 for model in self._models:
                     cache = DynamicCache()
-                    for chunk in np.split(tokens, starts[1:]):
-                        ids = torch.from_numpy(chunk)[None].to(self.device)
-                        model(input_ids=ids, past_key_values=cache, use_cache=True)
+                    parts = [np.empty((0, self.vocab_size), np.float32)]
+                    for begin, chunk in zip(starts.tolist(), np.split(tokens, starts[1:]), strict=True):
+                        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+                        asked = followed[(followed >= begin) & (followed < begin + len(chunk))] - begin
+                        if self.head:
+                            options["logits_to_keep"] = torch.from_numpy(asked).to(self.device)
+                        out = model(input_ids=torch.from_numpy(chunk)[None].to(self.device), **options)
+                        if len(asked):
+                            parts.append(out.logits[0].float().log_softmax(-1).cpu().numpy())
+                    self.logprobs.append(np.concatenate(parts))
                     found.append([(layer.keys, layer.values) for layer in cache.layers])
         except Exception as error:  # noqa: BLE001  # a token that the model has not, too little memory
             raise TraceError(f"the model cannot compute the request: {first_line(error)}") from None
@@ -126,8 +148,15 @@ def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
     if short:
         found.not_compared.append(f"{short:,} positions from {len(tokens):,} on: a token before them is unknown")
     with without_triton():
-        computed = Model(model, header.model.dtype)
-        computed.compute(tokens, np.zeros(1, np.int64))
+        computed = _model(model, header.model.dtype, walk, found)
+        sampled, why = comparable(walk.logprobs, tokens, computed.vocab_size)
+        sampled = sampled if computed.head else []
+        found.not_compared += why
+        followed = np.unique([one.position - 1 for one in sampled]).astype(np.int64)
+        computed.compute(tokens, np.zeros(1, np.int64), followed)
+    logprobs = compare(sampled, followed, *computed.logprobs)
+    found.logprobs, found.logprobs_differing = logprobs.compared, len(logprobs.differing)
+    found.logprob_tolerance = logprobs.tolerance
     wrong = _differing(walk, header, computed, len(tokens), found)
     found.differing = len(wrong)
     if wrong:
@@ -141,7 +170,37 @@ def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
             found.warm = len(_differing(walk, header, computed, len(tokens), counts))
             if not found.warm:
                 found.fault = ORDER
+    if logprobs.differing:
+        found.first_logprob = logprobs.differing[0]
+        if not wrong:
+            computed.compute(tokens, walk.starts(len(tokens)), followed)
+            found.warm = len(compare(sampled, followed, *computed.logprobs).differing)
+            found.fault = ELSEWHERE if found.warm else ORDER
+            found.first_logprob = replace(found.first_logprob, words=_elsewhere(header, found))
     return found
+
+
+def _elsewhere(header: TraceHeader, found: Rerun) -> str:
+    """Say where the damage is if log-probabilities differ and nothing that was captured does."""
+    if found.fault == ORDER:
+        return (
+            "all that was captured agrees, and so do log-probabilities computed in the chunks in which the request came"
+        )
+    layers = sum(group.num_layers for group in header.groups if group.runner == 0)
+    others = f"{layers - len(found.layers)} of {layers} layers, " if layers > len(found.layers) else ""
+    others = others if layers else "other layers, "  # an older trace does not say how many there are
+    captured = f"all {found.compared:,} pieces of K and V agree" if found.compared else "no K and V were compared"
+    return f"{captured}, so the damage is in what was not captured: {others}other bytes of a slot, or behind the last layer"
+
+
+def _model(path: Path, dtype: str, walk: RequestWalk, found: Rerun) -> Model:
+    """Load the model, with its head if log-probabilities are to be compared."""
+    if any(one.kind == LOGPROB_KINDS.index("raw") for one in walk.logprobs):
+        try:
+            return Model(path, dtype, head=True)
+        except TraceError as error:
+            found.not_compared.append(f"log-probabilities: {error}")
+    return Model(path, dtype)
 
 
 def _differing(

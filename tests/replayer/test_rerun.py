@@ -8,11 +8,15 @@ from click.testing import CliRunner
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
 from kvcanary.analysis.shrink.proof import write_part
 from kvcanary.recorder.trace.header import Ranks
+from kvcanary.recorder.trace.schema import LOGPROB_BITS, LOGPROB_KINDS
 from kvcanary.replayer.cli.rerun import rerun_command
+from kvcanary.replayer.model.request_walk import RequestWalk
 from kvcanary.replayer.model.rerun import Model
 from kvcanary.replayer.run.streams import SegmentStream
 
 from ..support.places import DATA
+
+BEHIND = "they are of what was sampled from, behind temperature or penalties"
 
 
 def ran(checkpoint, trace, request):
@@ -86,6 +90,53 @@ def test_a_name_goes_before_a_number_and_two_of_one_name_are_refused(checkpoint,
     found = json.loads(done.stdout)
     assert done.exit_code == code and said in found.get("request", found.get("error"))
     assert code or found["tokens"] > 50  # late-fresh, and not the nine of number 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "off", "code", "compared", "words"),
+    [
+        ("raw", 0.0, 0, 16, ""),
+        (
+            "raw",
+            0.5,
+            1,
+            16,
+            "all 154 pieces of K and V agree, so the damage is in what was not captured: other layers, other bytes of a slot",
+        ),
+        ("processed", 0.5, 0, 0, ""),
+    ],
+)
+def test_log_probabilities_say_what_was_not_captured(checkpoint, tmp_path, kind, off, code, compared, words):
+    path = DATA / "clean_llama.arrow"
+    stream, copies, model = SegmentStream([path]), EventCopies(), Model(checkpoint, "float32", head=True)
+    walk = RequestWalk(stream.header, "late-repeat")
+    walk.walk([path])
+    tokens = walk.tokens()
+    model.compute(tokens, np.zeros(1, np.int64), np.arange(len(tokens)))
+    events, forwards = [copies.copy(view) for view, _ in views_of(stream.stream())], []
+    for event in (e for e in events if "sampled_tokens" in e.ints):
+        lens, ids = event.ints["sampled_lens"], event.ints["request_ids"].tolist()
+        values = np.full(lens.sum(), np.nan, np.float32)
+        r = ids.index(walk.request_id) if walk.request_id in ids else -1
+        if r >= 0 and lens[r]:
+            forwards.append(event.scalars["forward"])
+            at, end = lens[:r].sum(), event.ints["prefix_lens"][r] + event.ints["extend_lens"][r]
+            values[at] = model.logprobs[0][end - 1, event.ints["sampled_tokens"][at]] - off * (len(forwards) > 4)
+        event.ints["sampled_logprobs"] = values.view(np.uint32) | np.int64(LOGPROB_KINDS.index(kind)) << LOGPROB_BITS
+    write_part(Part(stream.header, events, []), tmp_path / "t.arrow")
+    got, found = ran(checkpoint, tmp_path / "t.arrow", "late-repeat")
+    assert (got, found["fault"], found["logprobs"]) == (code, "elsewhere" if code else "agrees", compared)
+    assert found["not_compared"] == ["log-probabilities of 16 tokens: " + BEHIND] * (kind == "processed")
+    if code:
+        first = found["first_logprob"]
+        assert (first["forward"], found["logprobs_differing"], found["warm"]) == (forwards[4], 12, 12)
+        assert first["words"].startswith(words) and first["recorded"] == pytest.approx(
+            first["computed"] - off, abs=1e-4
+        )
+        shown = CliRunner().invoke(
+            rerun_command, [str(tmp_path / "t.arrow"), "--request", "late-repeat", "--model", str(checkpoint)]
+        )
+        assert shown.exit_code == 1 and "ELSEWHERE" in shown.stdout and "12 differ" in shown.stdout
 
 
 def test_a_request_that_is_not_there_is_said(checkpoint):
