@@ -88,7 +88,16 @@ def compare(
     for one, row in zip(sampled, rows.tolist(), strict=True):
         computed, most = float(full[row, one.token]), float(tolerance[row])
         if not abs(one.logprob - computed) <= most:
-            place = {"event": one.event, "forward": one.forward, "position": one.position, "token": one.token}
-            found.append(LogprobDiffers(**place, recorded=one.logprob, computed=computed, tolerance=most))
+            found.append(
+                LogprobDiffers(
+                    event=one.event,
+                    forward=one.forward,
+                    position=one.position,
+                    token=one.token,
+                    recorded=one.logprob,
+                    computed=computed,
+                    tolerance=most,
+                )
+            )
     found.sort(key=lambda one: (one.event, one.position))
     return LogprobsCompared(len(sampled), float(np.median(tolerance[rows])), tuple(found))
