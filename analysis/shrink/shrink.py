@@ -24,6 +24,8 @@ from .renaming import Names, renamed
 from .search import Search
 
 _LAST: Final = 1 << 62  # an event behind all others
+# Seen by how far equal tokens' KV bytes differ, and a shrunk trace holds digests of these.
+_OF_VALUES: Final = "computed_with_other_weights"
 
 
 class NothingToShrinkError(AnalysisError):
@@ -81,6 +83,11 @@ def shrink(
         raise AnalysisError(f"{paths[0]}: {has}; kvcanary-replay lists them")
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(whole, incident - 1, Path(folder))
+        if judge.wanted["kind"] == _OF_VALUES:
+            raise NothingToShrinkError(
+                f"{paths[0]}: only the values of KV bytes show the incident, and a shrunk trace has digests of them: attach the "
+                "recording itself, which holds tokens, or the requests that bring it (kvcanary shrink WORKLOAD --run)"
+            )
         part, shown = _beginning(paths, whole, judge)
         search = Search(judge=judge, best=part, shown=shown, until=time.monotonic() + seconds, told=on_trial)
         search.run()

@@ -7,6 +7,7 @@ import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
 from kvcanary.analysis.shrink.proof import write_part
+from kvcanary.analysis.shrink.shrink import NothingToShrinkError, shrink
 from kvcanary.recorder.capture.event_input import IdentityValue
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.kv_tensor import KvTensor
@@ -87,6 +88,9 @@ def test_tokens_of_other_weights_are_found_in_their_forward_and_nothing_else(rec
     assert list(found) == ["token_bytes"] and violations == 0
     assert {row["kind"] for row in rows} == {"computed_with_other_weights"}
     assert rows[0]["first_forward"] == FORWARD and "other bytes than request" in rows[0]["sentence"]
+    if executor == "interval":  # which would need the values that nobody is to read in it
+        with pytest.raises(NothingToShrinkError, match="only the values of KV bytes show the incident"):
+            shrink([tmp_path / "t.arrow"], tmp_path / "small.arrow")
 
 
 def rounded(event):
