@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from checkpoints import ENVIRONMENT, make_checkpoint, prompts
@@ -31,7 +32,7 @@ def changed(states, calls: list[int]):
     return states
 
 
-def run_vllm(checkpoint: str, fault: str, dtype: str) -> None:
+def run_vllm(checkpoint: str, fault: str, dtype: str, drafts: bool = False) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -41,10 +42,14 @@ def run_vllm(checkpoint: str, fault: str, dtype: str) -> None:
         return update(self, layer, changed(key, calls) if ".1." in layer.layer_name else key, *rest)
 
     limits = {"max_model_len": 256, "block_size": 32, "max_num_seqs": 6, "max_num_batched_tokens": 48}
+    if drafts:
+        limits["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
     llm = LLM(model=checkpoint, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, num_gpu_blocks_override=64, **limits)  # fmt: skip
     if fault == "key":
         CPUAttentionBackendImpl.do_kv_cache_update = updated
-    sampling = SamplingParams(max_tokens=16, temperature=0.8, seed=1, ignore_eos=True, detokenize=False, logprobs=2)
+    sampling = SamplingParams(
+        max_tokens=16, temperature=0 if drafts else 0.8, ignore_eos=True, detokenize=False, logprobs=2
+    )
     llm.generate([{"prompt_token_ids": one} for one in prompts()], sampling, use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
 
@@ -103,7 +108,12 @@ def run_transformers(checkpoint: str, fault: str, dtype: str) -> None:
     )
 
 
-ENGINES = {"vllm": run_vllm, "sglang": run_sglang, "transformers": run_transformers}
+ENGINES = {
+    "vllm": run_vllm,
+    "vllm-drafts": partial(run_vllm, drafts=True),
+    "sglang": run_sglang,
+    "transformers": run_transformers,
+}
 
 
 def said(name: str, fault: str, folder: Path, checkpoint: str) -> bool:
@@ -114,6 +124,7 @@ def said(name: str, fault: str, folder: Path, checkpoint: str) -> bool:
     (trace,) = sorted((folder / "traces").glob("*.arrow"))
     names = [str(view.scalar("request_id")) for view in read_trace(trace) if view.kind == "request"]
     found = [rerun([trace], one, Path(checkpoint)) for one in names]
+    most = max(int(n) for view in read_trace(trace) for n in view.ints("sampled_lens"))
     hit = [one for one in found if one.fault != "agrees"]
     compared, tolerance = sum(one.logprobs for one in found), max(one.logprob_tolerance for one in found)
     first = min((one.first_logprob for one in hit if one.first_logprob), key=lambda one: one.forward, default=None)
@@ -123,7 +134,7 @@ def said(name: str, fault: str, folder: Path, checkpoint: str) -> bool:
     else:
         right = right and first is not None and len(hit) < len(found) and {one.fault for one in hit} == {"elsewhere"}
         right = right and all(one.logprobs_differing <= one.logprobs for one in hit)
-    print(f"{name:8} {fault:5} {'ok ' if right else 'NOT'} {compared} log-probabilities within {tolerance:.4f}: "
+    print(f"{name:8} {fault:5} {'ok ' if right else 'NOT'} {compared} log-probabilities, up to {most} a forward, within {tolerance:.4f}: "
           f"{len(hit)} of {len(found)} requests hit   {[one.fault for one in hit]} {first or ''}", flush=True)  # fmt: skip
     return right
 
@@ -140,7 +151,9 @@ def main() -> int:
     if args.job:
         ENGINES[args.engine](*json.loads(args.job), args.dtype)
         return 0
-    python = args.python or (sys.executable if args.engine == "transformers" else f".venv-{args.engine}/bin/python")
+    python = args.python or (
+        sys.executable if args.engine == "transformers" else f".venv-{args.engine.split('-')[0]}/bin/python"
+    )
     right = []
     for name in args.only.split(","):
         checkpoint = make_checkpoint(name, (args.output / name / args.dtype).absolute(), args.dtype)

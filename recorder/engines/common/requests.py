@@ -1,5 +1,7 @@
 """The requests of an engine as a trace numbers them: ids, rows, and the tokens that the engine believes them to have."""
 
+import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -10,6 +12,22 @@ from ....kernels.arrays import Int64Array
 from ...capture.forward_input import mode_by_lens as mode_by_lens  # their callers find them here
 from ...capture.forward_input import truth_tokens as truth_tokens
 from ...capture.slot_numbers import request_id_of as request_id_of
+
+logger = logging.getLogger("kvcanary")
+
+
+def logprobs_or_none(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what an engine says of log-probabilities, nothing if it keeps them otherwise than is known: all else is recorded."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001
+        _warn_once(f"kvcanary: log-probabilities are not recorded: {type(error).__name__}: {error}"[:200])
+        return {}
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 class TokenList:

@@ -24,7 +24,7 @@ from ...capture.forward_input import TruthTokens
 from ...capture.recorder import Recorder
 from ...trace.schema import LOGPROB_KINDS
 from ..common.hooking import Around, beside
-from ..common.requests import TokenList, request_id_of, truth_tokens
+from ..common.requests import TokenList, logprobs_or_none, request_id_of, truth_tokens
 
 
 def kv_field(req: Any, name: str) -> Any:
@@ -361,7 +361,7 @@ class StepResults:
     def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> dict[str, Any]:
         self._batches.refresh()
         tokens, lens = known.sampled(before, after)
-        said = known.logprobs(before, tokens, lens) if known.with_logprobs else {}
+        said = logprobs_or_none(lambda: known.logprobs(before, tokens, lens)) if known.with_logprobs else {}
         return {"sampled_tokens": tokens, "sampled_lens": lens, **said}
 
     @beside

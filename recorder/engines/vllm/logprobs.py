@@ -1,18 +1,42 @@
 """The log-probabilities of a step's sampled tokens, where a request has asked vLLM for some."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...capture.host_arrays import ragged_index
+from ..common.requests import logprobs_or_none
+
+FloatArray = npt.NDArray[np.float32]
 
 # What `logprobs_mode` computes, as `logprobs_kind`; with another mode, the values are no log-probabilities.
-LOGPROB_MODES: Final = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+_KINDS: Final = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
-def sampled_logprobs(result: Any) -> dict[str, npt.NDArray[np.float32]]:
+class StepLogprobs:
+    """The log-probabilities of a runner's results, as `Recorder.sampled` takes them."""
+
+    def __init__(self, runner: Any) -> None:
+        self._kind = _KINDS.get(getattr(runner.vllm_config.model_config, "logprobs_mode", ""), "")
+
+    def read(self, result: Any) -> dict[str, FloatArray]:
+        """Return them by request's name; nothing if no request of the step has asked."""
+        if not self._kind or getattr(result, "logprobs", None) is None:
+            return {}
+        return logprobs_or_none(lambda: _sampled_logprobs(result))
+
+    def of(self, names: Sequence[str], logprobs: dict[str, FloatArray]) -> dict[str, Any]:
+        """Return those of a forward's requests, in their order."""
+        if not logprobs:
+            return {}
+        mine = [logprobs[name] for name in names if name in logprobs]
+        return {"sampled_logprobs": np.concatenate(mine), "logprobs_kind": self._kind}
+
+
+def _sampled_logprobs(result: Any) -> dict[str, FloatArray]:
     """Return of each request of a result, by name, the log-probabilities of its sampled tokens, NaN for one without.
 
     vLLM has a row for each request, or if it verifies drafts for each of its tokens: the sampled token and its value first, or

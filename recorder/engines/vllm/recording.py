@@ -27,7 +27,7 @@ from .connectors.storages import storage_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
 from .layout import VllmLayout, describe_engine
-from .logprobs import LOGPROB_MODES, sampled_logprobs
+from .logprobs import StepLogprobs
 from .not_watched import not_watched, why_no_slots
 from .step import (
     AttentionReader,
@@ -94,7 +94,7 @@ class VllmRecording:
         self._open = False
         self.forwards: list[tuple[int, tuple[str, ...]]] = []  # of the step, begun so far
         self._now: Step | None = None
-        self._logprobs_kind = LOGPROB_MODES.get(getattr(runner.vllm_config.model_config, "logprobs_mode", ""), "")
+        self._logprobs = StepLogprobs(runner)
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
         self._prepared: DeviceStep | None = None  # a step whose metadata are not made yet
@@ -366,7 +366,7 @@ class VllmRecording:
         if tokens is None or not len(tokens):
             return
         by_name = dict(zip(result.req_ids, tokens, strict=False))
-        logprobs = sampled_logprobs(result) if self._logprobs_kind and getattr(result, "logprobs", None) else {}
+        logprobs = self._logprobs.read(result)
         with self.requests.lock:
             for forward, names in forwards:
                 sampled = [by_name.get(name, ()) for name in names]
@@ -376,12 +376,7 @@ class VllmRecording:
                 lens = np.fromiter(map(len, sampled), np.int64, len(sampled))
                 if lens.any():
                     flat = np.fromiter(itertools.chain.from_iterable(sampled), np.int64, int(lens.sum()))
-                    said: dict[str, Any] = {}
-                    if logprobs:
-                        said["sampled_logprobs"] = np.concatenate(
-                            [logprobs[name] for name in names if name in logprobs]
-                        )
-                        said["logprobs_kind"] = self._logprobs_kind
+                    said = self._logprobs.of(names, logprobs)
                     self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens, **said)
 
     def left(self, name: str, status: RequestStatus) -> None:
