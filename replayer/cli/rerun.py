@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,7 +98,12 @@ def _show(found: Rerun) -> None:
         return
     say(f"{found.fault.upper():9} {first.words}", "bold red")
     place = f"forward {first.forward:,}, layer {first.layer}, position {first.position:,}, {first.half} in slot {first.slot:,}"
-    say(f"first     {place}: off by {first.off:.1%} of the largest value")
+    off = (
+        f"off by {first.off:.1%} of the largest value"
+        if math.isfinite(first.off)
+        else "NaN or infinity, there or in the checkpoint"
+    )
+    say(f"first     {place}: {off}")
     if found.warm is not None:
         same = "as many" if found.warm == found.differing else f"{found.warm:,}"
         say(f"warm      {same} differ if it is computed in the chunks in which it came, prefixes in theirs")

@@ -34,6 +34,11 @@ class Expected(NamedTuple):
     tolerance: FloatArray
     largest: FloatArray
 
+    @property
+    def known(self) -> BoolArray:
+        """Say for which rows the checkpoint gives numbers, `[n]`: of NaN and infinity in it nothing follows for a slot."""
+        return np.isfinite(self.tolerance)
+
     def differ(self, got: FloatArray) -> BoolArray:
         """Say which rows `[n, width]` are not what they must be, `[n]`."""
         with np.errstate(invalid="ignore"):
@@ -79,8 +84,9 @@ class FirstLayer:
                 for model in (self._full, self._low)
             )
             full, low = (of_rank(heads, ranks) for heads in (full, low))
-            largest = np.abs(full).max(axis=1)
-            tolerance = NOISE * np.abs(full - low).max(axis=1) + LEAST * largest
+            with np.errstate(invalid="ignore"):
+                largest = np.abs(full).max(axis=1)
+                tolerance = NOISE * np.abs(full - low).max(axis=1) + LEAST * largest
             parts.append(Expected(full[:, :width], tolerance, largest))
         return Expected(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -96,13 +102,12 @@ class FirstLayer:
                 for part in np.array_split(tokens, -(-len(tokens) // _BATCH))
             ]
             self._vocabulary[key] = np.concatenate(parts)
-        return int(np.abs(self._vocabulary[key] - got).max(axis=1).argmin())
+        return _nearest(self._vocabulary[key], got)
 
     def nearest_position(self, half: str, got: FloatArray, token: int, positions: Int64Array, ranks: Ranks) -> int:
         """Return of `positions` the one at which a token's values in a half are nearest to `[width]`."""
         heads = self._computed(self._full, np.full(len(positions), token), positions)[half]
-        off = np.abs(of_rank(heads, ranks)[:, : len(got)] - got).max(axis=1)
-        return int(positions[off.argmin()])
+        return int(positions[_nearest(of_rank(heads, ranks)[:, : len(got)], got)])
 
     def _computed(self, model: Any, tokens: Int64Array, positions: Int64Array) -> dict[str, FloatArray]:
         """Return K and V that a model hands to its cache, `[n, heads, dim]`, each token a request of its own."""
@@ -130,6 +135,13 @@ class FirstLayer:
         if not cache.handed:
             raise TraceError(f"{self.path}: the first layer of {type(model).__name__} hands nothing to a KV cache")
         return {half: part[:, :, 0].float().cpu().numpy() for half, part in zip("KV", cache.handed, strict=True)}
+
+
+def _nearest(rows: FloatArray, got: FloatArray) -> int:
+    """Return which of the rows `[n, width]` is nearest to `[width]`; one with NaN in it is far from everything."""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(rows - got).max(axis=1)
+    return int(np.where(np.isnan(off), np.inf, off).argmin())
 
 
 @lru_cache(maxsize=1)
@@ -166,7 +178,9 @@ def load_model(path: Path, config: Any, dtype: str, device: str, *, head: bool =
         model = model.to(device).eval()
     except Exception as error:  # noqa: BLE001  # whatever an architecture raises
         said = f"{type(error).__name__}: {first_line(error)}"
-        raise TraceError(f"{path}: the model cannot be loaded: {said}") from None
+        raise TraceError(
+            f"{path}: the model cannot be loaded: {said}; expected a whole checkpoint of what ran"
+        ) from None
     if missing := sorted(info["missing_keys"]):
         raise TraceError(f"{path}: the checkpoint has no {missing[0]}, so nothing can be computed with it")
     return model

@@ -35,6 +35,7 @@ from .written import (
 _MOST_KEPT: Final = 1 << 16
 _TRIED: Final = 8  # of many that are wrong, to see whether the model explains them
 _NEAR: Final = 256  # positions before and after
+_NO_NUMBER: Final = "the checkpoint gives NaN or infinity for them"
 _LEFT_OUT: Final = "an adapter, media, an unknown token, padding, or no bytes"
 _ADAPTER, _WEIGHTS, _MEDIA = (IDENTITY_KINDS.index(kind) for kind in ("adapter", "weights", "media"))
 
@@ -161,6 +162,11 @@ class ModelBytes(HistoryCheck):
         if mine.values.shape[1] < got.shape[1]:
             got = got[:, : mine.values.shape[1]]
         wrong = mine.differ(got)
+        if not mine.known.all():
+            self.counts[_NO_NUMBER] += int((~mine.known).sum())
+            keys, places, tokens = (part[mine.known] for part in (keys, places, tokens))
+            got, wrong = got[mine.known], wrong[mine.known]
+            mine = Expected(*(part[mine.known] for part in mine))
         self.counts[COMPARED] += len(keys)
         for identity in np.unique(keys >> TOKEN_BITS).tolist():
             of = keys >> TOKEN_BITS == identity
@@ -223,7 +229,8 @@ class ModelBytes(HistoryCheck):
                     f"of token {one.token} is that of position {there}, and not of {position}",
                     Cause("holds_other_position", token=one.token, expected_token=one.token),
                 )
-        words = f"of token {one.token} is nothing that the model gives: it is off by {one.off:.1%} of the largest value"
+        off = f"it is off by {one.off:.1%} of the largest value" if np.isfinite(one.off) else "it is NaN or infinity"
+        words = f"of token {one.token} is nothing that the model gives: {off}"
         return _Explained(words, Cause("no_token", expected_token=one.token))
 
     def _is(self, one: _Wrong, token: int, position: int) -> bool:

@@ -122,11 +122,15 @@ class Model:
         ]
 
     def rows(self, layer: int, half: str, ranks: Ranks) -> tuple[FloatArray, FloatArray]:
-        """Return what a rank must hold of each position in a layer, `[n, width]`, and how much it may be off, `[n]`."""
+        """Return what a rank must hold of each position in a layer, `[n, width]`, and how much it may be off, `[n]`; not
+        finite where the checkpoint gives NaN or infinity.
+        """
         if (layer, half) not in self._rows:
             full, low = (of_rank(part.float().cpu().numpy(), ranks) for part in self.layers[layer][half])
-            noise, largest = np.abs(full - low).max(axis=1), np.abs(full).max(axis=1)
-            self._rows[layer, half] = full, NOISE * np.maximum(noise, np.median(noise)) + LEAST * largest
+            with np.errstate(invalid="ignore"):
+                noise, largest = np.abs(full - low).max(axis=1), np.abs(full).max(axis=1)
+            usual = np.median(noise[np.isfinite(noise)]) if np.isfinite(noise).any() else 0.0
+            self._rows[layer, half] = full, NOISE * np.maximum(noise, usual) + LEAST * largest
         return self._rows[layer, half]
 
 
@@ -210,9 +214,9 @@ def _differing(
     shares: dict[int, list[FloatArray]] = {}
     wrong = [one for seen in walk.seen for one in _compare(seen, header, model, size, found, shares)]
     # An engine that rounds more than its dtype says is off everywhere: that is no fault of one slot.
-    usual = {layer: float(np.median(np.concatenate(parts))) for layer, parts in shares.items()}
+    usual = {layer: float(np.median(got)) for layer, parts in shares.items() if len(got := np.concatenate(parts))}
     limit = {layer: max(1.0, _USUAL * share) if share <= 1 else 1.0 for layer, share in usual.items()}
-    return [(one, seen, at) for share, one, seen, at in wrong if share > limit[one.layer]]
+    return [(one, seen, at) for share, one, seen, at in wrong if share > limit.get(one.layer, 1.0)]
 
 
 def _compare(
@@ -226,21 +230,25 @@ def _compare(
     for stream, data, changed in zip(header.groups[seen.group].streams, seen.data, seen.changed, strict=True):
         dtype = stream.dtype or header.model.dtype
         if dtype not in ROUNDING:
-            said = f"values of {dtype or 'an unknown type'}: their scales are not recorded"
-            found.not_compared += [said] if said not in found.not_compared else []
+            _say(found, f"values of {dtype or 'an unknown type'}: their scales are not recorded")
             continue
         for layer, of, begins, got in _pieces(stream, seen.slots, data, dtype):
-            known = of[(seen.positions[of] < size) & data[of].any(axis=1)] if layer < len(model.layers) else of[:0]
-            if not len(known):
+            known = of[(seen.positions[of] < size) & data[of].any(axis=1)]
+            if layer >= len(model.layers) and len(known):
+                _say(found, f"layers from {len(model.layers)} on: the checkpoint has no more")
+            if layer >= len(model.layers) or not len(known):
                 continue
             rows, tolerance = model.rows(layer, stream.half, header.ranks)
+            if not (finite := np.isfinite(tolerance)).all():
+                _say(found, "positions for which the checkpoint gives NaN or infinity")
+                known = known[finite[seen.positions[known]] | changed[known]]
             columns = begins[:, None] + np.arange(got.shape[1])
             inside = np.isin(of, known) & (columns[:, -1] < rows.shape[1])  # MLA's rotary part lies behind the latent
             known, columns, values = of[inside], columns[inside], got[inside]
             positions = seen.positions[known]
             off = np.abs(values - rows[positions[:, None], columns]).max(axis=1, initial=0)
             share = off / np.maximum(tolerance[positions], 1e-30)
-            shares.setdefault(layer, []).append(share)
+            shares.setdefault(layer, []).append(share[np.isfinite(share)])
             share = np.where(changed[known] | np.isnan(share), np.inf, share)
             found.compared += len(known)
             found.layers[layer] = found.layers.get(layer, 0) + len(known)
@@ -260,6 +268,11 @@ def _compare(
                 )
                 wrong.append((float(share[n]), one, seen, at))
     return wrong
+
+
+def _say(found: Rerun, why: str) -> None:
+    if why not in found.not_compared:
+        found.not_compared.append(why)
 
 
 def _pieces(

@@ -17,3 +17,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_hidden_layers=2)).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint_with_nan(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, whose embedding of token 55 is NaN, and of 99 infinite."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("with-nan")
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.embed_tokens.weight"][55] = float("nan")
+    weights["model.embed_tokens.weight"][99] = float("inf")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((checkpoint / "config.json").read_text())
+    return folder

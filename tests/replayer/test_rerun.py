@@ -62,6 +62,11 @@ def test_weights_that_are_others_are_the_compute_s_fault(checkpoint, tmp_path):
     assert found["warm"] == found["differing"] > 40
 
 
+def test_positions_for_which_the_checkpoint_gives_nan_are_not_compared(checkpoint_with_nan):
+    code, found = ran(checkpoint_with_nan, "clean_llama.arrow", "long")
+    assert (code, found["fault"]) == (0, "agrees") and any("NaN" in said for said in found["not_compared"])
+
+
 def test_chunks_matter_where_the_rotary_embedding_goes_by_the_length(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}

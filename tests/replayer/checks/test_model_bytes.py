@@ -72,6 +72,19 @@ def test_one_token_s_bytes_in_another_s_place_are_named(recorded, checkpoint, tm
     assert [row["kind"] for row in rows] == ["not_of_the_model"] and "is that of token" in rows[0]["sentence"]
 
 
+def test_a_token_for_which_the_checkpoint_gives_nan_is_unknown_and_the_others_are_told_apart(
+    recorded, checkpoint, checkpoint_with_nan, tmp_path
+):
+    def swapped(event, rows):
+        if event.scalars["forward"] == FORWARD:
+            rows[V][1] = expected(checkpoint, "V", event, tokens=3)[1]
+
+    summary, _ = judged(recorded, checkpoint_with_nan, tmp_path, swapped)
+    assert summary.findings_by_kind == {"model_bytes": 1} and summary.first_finding["cause"] == "holds_other_token"
+    counts = summary.model_bytes
+    assert counts["compared"] + counts["the checkpoint gives NaN or infinity for them"] == 902 > counts["compared"]
+
+
 @pytest.mark.parametrize("forwards", [[FORWARD], range(1000)])
 def test_another_position_is_named_also_if_all_of_k_is_off_by_it(recorded, checkpoint, tmp_path, forwards):
     def ahead(event, rows):
