@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -128,6 +129,7 @@ def main() -> None:
         for trace in given:
             if trace.stem in rows:
                 continue
+            began = time.process_time()
             try:
                 result = shrink([trace], Path(folder) / f"small-{trace.name}", seconds=args.seconds)
             except NothingToShrinkError as error:
@@ -138,7 +140,8 @@ def main() -> None:
                 print(error, flush=True)
             else:
                 rows[trace.stem] = row(result)
-                print(rows[trace.stem], f"{result.seconds:.0f} s", flush=True)
+                used = time.process_time() - began
+                print(rows[trace.stem], f"{result.seconds:.0f} s, {used:.0f} s of CPU", flush=True)
     if args.write:
         PAGE.write_text(page(dict(sorted(rows.items())), failed, args.seconds))
     sys.exit(1 if failed else 0)

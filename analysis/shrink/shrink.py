@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,14 +140,15 @@ def _beginning(paths: Sequence[Path], whole: Shown, judge: Judge) -> tuple[Part,
     close |= {one for f in whole.findings if f[0] in first for one in (f[1], f[7])}
     close -= {NOBODY}  # whose events stay by the slots that they name
     near = close | set(row["request_ids"])
-    for requests, end in (
-        (close, row["first_event"]),
-        (near, row["first_event"]),
-        (None, row["first_event"]),
-        (near, _LAST),
-        (None, _LAST),
+    for requests, end, beside in (
+        (close, row["first_event"], False),
+        (close, row["first_event"], True),
+        (near, row["first_event"], True),
+        (None, row["first_event"], True),
+        (near, _LAST, True),
+        (None, _LAST, True),
     ):
-        part = _cut(paths, header, requests, slots, int(end))
+        part = _cut(paths, header, requests, slots, int(end), beside)
         if part.events and (shown := judge.shows(part)) is not None:
             return part, shown
     raise NothingToShrinkError(
@@ -161,20 +163,29 @@ def _slots(row: dict[str, Any], group: int) -> Int64Array:
 
 
 def _cut(
-    paths: Sequence[Path], header: TraceHeader, requests: set[int] | None, slots: dict[int, Int64Array], end: int
+    paths: Sequence[Path],
+    header: TraceHeader,
+    requests: set[int] | None,
+    slots: dict[int, Int64Array],
+    end: int,
+    beside: bool,
 ) -> Part:
-    """Return the events up to `end` of some requests, and of nobody if they name a slot that matters."""
+    """Return the events up to `end` of some requests, and of nobody if they name one of `slots`.
+
+    With `beside`, also if they name another slot that something kept has named: of a long trace that is most of them.
+    """
 
     def keep(_: int, member: int, named: Slots) -> bool:
         if requests is None or member in requests:
             return True
         if member not in (NOBODY, PADDING):
             return False
-        return any(np.isin(part, slots[group]).any() for group, part in named.items()) or cutter.losses.names(named)
+        if any(np.isin(part, slots[group]).any() for group, part in named.items()):
+            return True
+        return beside and cutter.losses.names(named)
 
     cutter = Cutter(header, keep, None if requests is None else frozenset(requests))
-    with_end = ((view, number) for view, number in _views(paths) if number <= end)
-    return cutter.cut(with_end)
+    return cutter.cut(takewhile(lambda item: item[1] <= end, _views(paths)))
 
 
 def _views(paths: Sequence[Path]) -> Iterator[Any]:
