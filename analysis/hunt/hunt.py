@@ -69,7 +69,7 @@ class Hunt:
             vocabulary=vocabulary,
             adapters=adapters,
             jitter_ms=jitter_ms,
-            without=without,
+            without=without | {"swap"} if plan.script else without,  # an engine's own endpoint
         )
         self.coverage = Coverage()
         self.counts: Counter[str] = Counter()

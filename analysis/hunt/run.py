@@ -32,8 +32,8 @@ _MORE_S: Final = 3.0  # of evidence behind the first damage
 _BEGINS_S: Final = 15.0
 _LOOK_S: Final = 0.5
 _IDLE_S: Final = 0.05
-# What vLLM needs to have its prefix cache emptied.
-_ENGINES: Final = {"VLLM_SERVER_DEV_MODE": "1"}
+# What vLLM needs to have its prefix cache emptied, and adapters loaded.
+_ENGINES: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 class EngineError(AnalysisError):

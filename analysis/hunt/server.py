@@ -29,6 +29,7 @@ class Server:
         self._host, self._port = parts.hostname, parts.port or 80
         self._patience_s = patience_s
         self._model, self._is_sglang = "", False
+        self._folders: dict[str, str] = {}  # of adapters
 
     def is_ready(self) -> bool:
         """Whether the server answers that it is well."""
@@ -43,7 +44,8 @@ class Server:
             models = json.loads(self._call("GET", "/v1/models", None, self._patience_s)[1])["data"]
             self._model, self._is_sglang = models[0]["id"], models[0]["owned_by"] == "sglang"
             longest = int(models[0].get("max_model_len") or 0)
-            return longest, [model["id"] for model in models[1:] if model.get("parent")]
+            self._folders = {model["id"]: model.get("root", "") for model in models[1:] if model.get("parent")}
+            return longest, list(self._folders)
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
             raise AnalysisError(
                 f"the server at port {self._port} does not say what it serves (GET /v1/models); expected vLLM or SGLang"
@@ -53,6 +55,17 @@ class Server:
         """Have the prefix cache emptied; False if the server does not do that."""
         path = "/flush_cache" if self._is_sglang else "/reset_prefix_cache"
         return self._call("POST", path, {}, self._patience_s)[0] == 200
+
+    def swap(self, adapter: str) -> bool:
+        """Have an adapter unloaded, and the next one's folder loaded under its name; False if the server does not do that."""
+        names = list(self._folders)
+        self._folders[adapter] = folder = self._folders[names[(names.index(adapter) + 1) % len(names)]]
+        prefix, loaded = "" if self._is_sglang else "/v1", {"lora_name": adapter, "lora_path": folder}
+        done = [
+            self._call("POST", f"{prefix}/{path}_lora_adapter", body, self._patience_s)[0]
+            for path, body in (("unload", {"lora_name": adapter}), ("load", loaded))
+        ]
+        return done == [200, 200]
 
     def ask(self, step: Step, prompt: list[int]) -> list[int] | None:
         """Return the answer's tokens, None if the client left before its end; raise `OSError`, and `ValueError` for a refusal."""
@@ -147,6 +160,8 @@ class Asker:
                 with contextlib.suppress(OSError, http.client.HTTPException):
                     if step.do == "flush":
                         self.counts["flushed" if self._server.flush() else "not flushed"] += 1
+                    elif step.do == "swap":
+                        self.counts["swapped" if self._server.swap(step.adapter) else "not swapped"] += 1
                 began, asked = time.monotonic(), []
         for thread in asked:
             thread.join()

@@ -16,11 +16,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of a workload file; `at_ms` counts from the beginning, or from the last `wait`.
 
     `ask` sends a prompt of token ids, behind the prompt and answer of the request `continues` if that is named; the client
-    leaves after `abort_after` tokens of the answer, 0 for at once, -1 for never. `wait` waits for all answers. `flush` empties
-    the prefix cache. `pause` stops process number `process` of the engine for `for_ms`.
+    leaves after `abort_after` tokens of the answer, 0 for at once, -1 for never. `wait` waits for all answers; so does `flush`, which
+    empties the prefix cache, and `swap`, which has `adapter` unloaded and another's folder loaded under its name. `pause` stops process number `process` of the engine for `for_ms`.
     """
 
-    do: Literal["ask", "wait", "flush", "pause"]
+    do: Literal["ask", "wait", "flush", "swap", "pause"]
     at_ms: int = 0
     name: str = ""
     prompt: list[int] = []
@@ -60,6 +60,7 @@ INGREDIENTS: Final = {
     "adapter": ("adapter",),
     "salt": (),
     "flush": (),
+    "swap": (),
 }
 _LIKELY: Final = 0.4
 _MOST_REQUESTS: Final = 64
@@ -73,6 +74,8 @@ def make_round(seed: int, number: int, aim: str, limits: Limits) -> list[Step]:
     has = {name for name, paths in INGREDIENTS.items() if rng.random() < _LIKELY or aim in paths} - limits.without
     budget = int(min(limits.pool * (2.5 if has & {"crowd", "flood"} else 0.8), _MOST_TOKENS))
     steps = [Step(do="flush")] if "flush" in has else []
+    if "swap" in has and len(limits.adapters) > 1:
+        steps.append(Step(do="swap", adapter=rng.choice(limits.adapters)))
     at, ends = 0, dict[str, int]()
     for n in range(_MOST_REQUESTS):
         if n > 3 and budget < 0:

@@ -19,7 +19,8 @@ class Engine(BaseHTTPRequestHandler):
     def do_GET(self):
         models = [
             {"id": "m", "owned_by": "vllm", "max_model_len": 99},
-            {"id": "tuned", "owned_by": "vllm", "parent": "m"},
+            {"id": "tuned", "owned_by": "vllm", "parent": "m", "root": "/a"},
+            {"id": "other", "owned_by": "vllm", "parent": "m", "root": "/b"},
         ]
         self.answer(json.dumps({"data": models}).encode())
 

@@ -19,7 +19,7 @@ from kvcanary.recorder.trace.reader import TraceReader
 from ...support.places import DATA
 from .served import Engine
 
-LIMITS = Limits(pool=400, longest=200, vocabulary=500, page=16, adapters=("tuned",), jitter_ms=20)
+LIMITS = Limits(pool=400, longest=200, vocabulary=500, page=16, adapters=("tuned", "other"), jitter_ms=20)
 BAD, CLEAN = DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"
 STEPS = [Step(do="ask", at_ms=n, name=f"r{n}", prompt=[3, 4, 5, 6], max_tokens=1) for n in range(4)]
 
@@ -77,7 +77,7 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as httpd:
         threading.Thread(target=httpd.serve_forever, daemon=True).start()
         server = Server(f"http://127.0.0.1:{httpd.server_port}", 5.0)
-        assert server.is_ready() and server.describe() == (99, ["tuned"])
+        assert server.is_ready() and server.describe() == (99, ["tuned", "other"])
         paused = []
         steps = [
             Step(do="ask", name="a", prompt=[3, 4], max_tokens=3),
@@ -85,19 +85,28 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
             Step(do="ask", name="c", prompt=[6], max_tokens=300, abort_after=4),
             Step(do="pause", at_ms=1, process=2, for_ms=30),
             Step(do="flush"),
+            Step(do="swap", adapter="tuned"),
             Step(do="ask", name="d", prompt=[7] * 60, max_tokens=2),
         ]
         asker = Asker(server, steps, lambda *given: paused.append(given))
         while not asker.done:
             time.sleep(0.01)
         httpd.shutdown()
-    assert asker.counts == {"answered": 2, "left": 1, "flushed": 1, "refused": 1} and "too long" in asker.refusal
+    assert (
+        asker.counts == {"answered": 2, "left": 1, "flushed": 1, "swapped": 1, "refused": 1}
+        and "too long" in asker.refusal
+    )
     assert paused == [(2, 0.03)]
     bodies = {tuple(body["prompt"]): body for _, body in Engine.asked if "prompt" in body}
     assert (
         bodies[3, 4, 7, 7, 7, 5]["model"] == "tuned" and bodies[3, 4]["model"] == "m"
     )  # behind prompt and answer of a
     assert [path for path, _ in Engine.asked if path == "/reset_prefix_cache"]
+    swapped = [(path, body) for path, body in Engine.asked if path.endswith("_lora_adapter")]
+    assert swapped == [
+        ("/v1/unload_lora_adapter", {"lora_name": "tuned"}),
+        ("/v1/load_lora_adapter", {"lora_name": "tuned", "lora_path": "/b"}),
+    ]
 
 
 def test_a_server_is_started_asked_judged_and_ended(tmp_path):
