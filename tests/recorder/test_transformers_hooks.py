@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers.recording import TransformersRecording
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
@@ -140,6 +141,9 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 def test_an_engine_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(offloading_manager.OffloadingManager, "_offload_to_cpu")
     with pytest.raises(ValueError, match=r"no OffloadingManager\._offload_to_cpu"):
+        attach(tmp_path / "trace.arrow")
+    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    with pytest.raises(ValueError, match=r"^this transformers is 5\.18\.0; the adapter knows versions 5\.19 to 5\.23$"):
         attach(tmp_path / "trace.arrow")
     monkeypatch.undo()
 

@@ -23,6 +23,9 @@ from .recording import TransformersRecording
 
 logger = logging.getLogger("kvcanary")
 
+OLDEST = 5, 19  # before it an allocator does not say which layers are its own
+VERSIONS = "5.19 to 5.23"  # the adapter's tests pass on each
+
 
 class TransformersAttachment(EngineAttachment):
     """A recording of every batch processor that runs while it is attached; a context manager.
@@ -71,7 +74,7 @@ class TransformersAttachment(EngineAttachment):
         """
         missing = [f"{owner.__name__}.{name}" for owner, name, _ in targets if name not in owner.__dict__]
         if missing:
-            raise ValueError(f"this transformers has no {', '.join(missing)}; the adapter knows version 5.23")
+            raise ValueError(f"this transformers has no {', '.join(missing)}; the adapter knows versions {VERSIONS}")
         with TransformersAttachment._lock:
             attached = TransformersAttachment.current
             if attached is not None:
@@ -240,8 +243,8 @@ def attach(
         writer_options: `compression`, `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`, `overwrite`.
 
     Raises:
-        ValueError: something is attached already, this transformers lacks what the adapter hooks, or an option is
-            out of range.
+        ValueError: something is attached already, this transformers is older than 5.19 or lacks what the adapter hooks, or
+            an option is out of range.
         FileExistsError: the path exists and `overwrite` is not set.
         ImportError: transformers is not installed.
     """
@@ -254,6 +257,10 @@ def attach(
         raise ValueError("kv_unused_cache needs a sweep of the prefix cache, which transformers' recording has not")
     if path.exists() and not writer_options.get("overwrite", False):
         raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ValueError(f"this transformers is {transformers.__version__}; the adapter knows versions {VERSIONS}")
     from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
