@@ -1,4 +1,4 @@
-"""docs/guide/tutorial.md: every command runs in a shell in a clone, ends as it says, and prints the lines that it shows."""
+"""docs/guide/tutorial.md: every command runs in a clone, ends as it says, and prints the lines that it shows."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..support.commands import run
 from ..support.places import COMPILED_LOOPS, ROOT
 
 TEXT = (ROOT / "docs" / "guide" / "tutorial.md").read_text()
@@ -25,27 +26,22 @@ def squeezed(text):
     return " ".join(text.split())
 
 
-def test_every_command_does_what_the_page_shows(tmp_path):
+def test_every_command_does_what_the_page_shows(tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", "--shared", ROOT, clone], check=True)
+    monkeypatch.chdir(clone)
+    for name in [name for name in os.environ if name.startswith("KVCANARY_")]:
+        monkeypatch.delenv(name)
+    for name, value in COMPILED_LOOPS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     every = list(steps())
-    # One shell, as a reader has it: a command's output and exit code in files beside the clone.
-    script = [
-        f"{command} >../{number}.out 2>../{number}.err; echo $? >../{number}.code"
-        for number, (command, *_) in enumerate(every)
-    ]
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("KVCANARY_")},
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        **COMPILED_LOOPS,
-    }
-    subprocess.run(["bash", "-c", "\n".join(script)], cwd=clone, env=environment, check=True)
-    for number, (command, code, shown) in enumerate(every):
-        out, err, ended = ((tmp_path / f"{number}.{name}").read_text() for name in ("out", "err", "code"))
-        assert int(ended) == code, f"{command}\n{out}\n{err}"
+    for command, code, shown in every:
+        done = run(*shlex.split(command.removeprefix("kvcanary").removeprefix("-")))
+        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
         for line in shown:
-            assert squeezed(line) in squeezed(out), f"{command} does not print {line!r} but\n{out}"
+            assert squeezed(line) in squeezed(done.stdout), f"{command} does not print {line!r} but\n{done.stdout}"
     assert [" ".join(shlex.split(command)[:2]) for command, *_ in every] == [
         "kvcanary inspect",
         "kvcanary-replay --report",

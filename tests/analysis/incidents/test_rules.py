@@ -113,6 +113,8 @@ def test_no_diagnosis_rests_on_the_words_of_a_finding(tried, tmp_path, kind):
         scrambled = tmp_path / str(number)
         shutil.copytree(report, scrambled)
         table = pq.read_table(report / "findings.parquet")
+        if not table.num_rows:
+            continue
         words = pa.array([f"words {n}" for n in range(table.num_rows)], pa.utf8())
         at = table.column_names.index("detail")
         pq.write_table(table.set_column(at, "detail", words), scrambled / "findings.parquet")
