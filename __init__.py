@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from .kernels.ops.hash.kv_source import KvSource
     from .kernels.ops.oracle.own import HashOracle, TokenOracle
     from .recorder.capture.device.recorder import DeviceRecorder
-    from .recorder.capture.event_input import IdentityValue
     from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
     from .recorder.capture.kv_tensor import KvTensor
     from .recorder.capture.paged import BlockUse, PagedRecorder
-    from .recorder.capture.privacy import Privacy
+    from .recorder.capture.privacy import IdentityValue, Privacy
     from .recorder.capture.recorder import Recorder
     from .recorder.capture.recurrent import StateAccess
     from .recorder.errors import TraceError
@@ -49,7 +48,7 @@ EXPORTS: Final = {
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",
     "HashOracle": "kernels.ops.oracle.own",
-    "IdentityValue": "recorder.capture.event_input",
+    "IdentityValue": "recorder.capture.privacy",
     "KvSource": "kernels.ops.hash.kv_source",
     "KvStream": "recorder.trace.header",
     "KvTensor": "recorder.capture.kv_tensor",

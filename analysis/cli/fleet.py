@@ -15,7 +15,7 @@ from ...recorder.cli.program import CommandError, GivenPath, console_for
 from ...replayer.cli.incident_blocks import count_of
 from ...replayer.cli.options import check_names, device_names
 from . import errors_end, say, say_error
-from .fleet_page import fleet_page_command
+from .page import fleet_page_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

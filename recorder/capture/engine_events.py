@@ -1,7 +1,7 @@
 """What an engine does beside its forwards: requests, slots that change hands, copies, sweeps, transfers, notes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -20,11 +20,25 @@ from ..trace.schema import (
     TransferDirection,
     TransferStatus,
 )
-from .event_input import CopyEnds, IdentityValue, SlotsChanged, identity_columns
-from .host_arrays import one_of, ordered_runs, own_int64, runs_to_slots, whole_number
+from .host_arrays import CopyEnds, one_of, ordered_runs, own_int64, runs_to_slots, whole_number
+from .privacy import IdentityValue, identity_columns
 from .recording import Recording, guarded
 
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
+
+
+class SlotsChanged(NamedTuple):
+    """Runs of `each` slots, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
+
+    kind: SlotChange
+    groups: Sequence[int]
+    starts: Sequence[int]
+    each: int
+    request_id: int = -1
+    row: int = -1
+    status: AllocStatus = ALLOC_FRESH
+    note: str = ""
+    time_ns: int = 0  # when, 0 for now
 
 
 class EventRecording(Recording):

@@ -15,9 +15,9 @@ from ..state.tables import StateTables
 from ..state.writes import stays
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
-from ..trace.schema import FAILED
+from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS
 from .forward_input import CopiedForward, KvChange, translate
-from .host_arrays import as_rows, on_host
+from .host_arrays import as_rows, on_host, one_of
 from .kv_shadow import GroupKvShadow, of_runner
 from .kv_tensor import KvLayers
 
@@ -237,3 +237,25 @@ def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list
             f"{stream.capture_bytes}]: one row for each of input_ids, in the order in which the pool stores a token"
         )
     return rows[:, : stream.capture_bytes]
+
+
+def logprob_column(values: Any, kind: str | Int64Array, count: int) -> Int64Array:
+    """Return log-probabilities of `count` sampled tokens as the column `sampled_logprobs` has them; nothing for none.
+
+    `values` `[count]` are floats, NaN or None for a token that has none; `kind` is of `LOGPROB_KINDS`, or `[count]` indices in it.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().float().cpu().numpy()
+    found = np.array(values, np.float32).reshape(-1)
+    if found.size not in (0, count):
+        raise ValueError(
+            f"sampled_logprobs holds {found.size} values, expected one for each of the {count} sampled tokens, or none"
+        )
+    if isinstance(kind, str):
+        one_of("logprobs_kind", kind, LOGPROB_KINDS)
+        kind = np.full(found.size, LOGPROB_KINDS.index(kind), np.int64)
+    return (
+        found[:0].astype(np.int64)
+        if np.isnan(found).all()
+        else found.view(np.uint32).astype(np.int64) | kind << LOGPROB_BITS
+    )

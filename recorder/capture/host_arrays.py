@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -193,3 +193,16 @@ def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `ValueError` if `value` is none of those that `what` may be."""
     if value not in allowed:
         raise ValueError(f"{what} is {value!r}, expected {', '.join(repr(name) for name in allowed)}")
+
+
+class CopyEnds(NamedTuple):
+    """What lay at both ends of the runs of a copy, `[n] int64` each, as `end_hashes` says; 0 if it was not read.
+
+    `before` is what lay at the destination when the copy was asked for, `landed` the first slot of the page of the pool that
+    got the bytes in the destination's stead, -1 if none did; the destination itself if that is not its request's.
+    """
+
+    src: Int64Array
+    dst: Int64Array
+    before: Int64Array
+    landed: Int64Array

@@ -9,16 +9,19 @@ import dataclasses
 import hashlib
 import itertools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.keyed_digest import DIGEST_BYTES, KEY_BYTES, keyed_digests
 from ..files import read_small_file
+from ..trace import schema
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
+from .host_arrays import one_of
 
 MIN_SALT_BYTES: Final = 16
 TABLE_TOKENS: Final = 1 << 18  # above every vocabulary known; a token beyond it costs a hash each time
@@ -164,3 +167,28 @@ def with_privacy(header: TraceHeader, privacy: Privacy) -> TraceHeader:
     if header.sampler is not None:
         notes = (*notes, f"tokens are salted hashes: the oracle {header.sampler.name} does not sample")
     return dataclasses.replace(header, tokens="hashed", oracle=None, sampler=None, notes=notes, salt_id=privacy.salt_id)
+
+
+class IdentityValue(NamedTuple):
+    """What a request's KV depends on beside its tokens: a LoRA adapter, a cache salt, the weights' version, or media.
+
+    `value` is kept as a hash; "" says that there is none. Of media `length` positions from `start` on have it; a value of
+    "media" without positions says that there are no others.
+    """
+
+    kind: str  # of IDENTITY_KINDS
+    value: str
+    start: int = 0
+    length: int = 0
+
+
+def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str], str]) -> dict[str, Int64Array]:
+    """Return a request's identity as columns; `hash_name` keeps texts private, if names are."""
+    rows = []
+    for kind, value, start, length in identity:
+        one_of("identity kind", kind, schema.IDENTITY_KINDS)
+        text = hash_name(str(value)).encode("utf-8", "surrogatepass")
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) or 1
+        rows.append((schema.IDENTITY_KINDS.index(kind), int(start), int(length), number if value else 0))
+    columns = np.array(rows, np.int64).T.copy()
+    return dict(zip(("identity_kind", "identity_start", "identity_count", "identity_hash"), columns, strict=True))

@@ -26,8 +26,7 @@ from ..trace.header import CaptureInfo, TraceHeader
 from ..trace.schema import PHASE_AFTER
 from ..writing.outbox import Outbox, RecorderStats
 from ..writing.writer import TraceWriter
-from .event_input import logprob_column
-from .forward_event import StateShadow, add_kv_changes
+from .forward_event import StateShadow, add_kv_changes, logprob_column
 from .forward_input import CopiedForward, KvChange
 from .kv_shadow import Source, compare, group_shadows, store_changes
 from .privacy import Privacy, with_privacy

@@ -19,8 +19,8 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.event_input import IdentityValue
 from ...capture.forward_input import TruthTokens
+from ...capture.privacy import IdentityValue
 from ...capture.recorder import Recorder
 from ...trace.schema import LOGPROB_KINDS
 from ..common.hooking import Around, beside

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....kernels.arrays import BoolArray, Int32Array, Int64Array
-from ...capture.event_input import IdentityValue
+from ...capture.privacy import IdentityValue
 from ...capture.recorder import Recorder
 from ...capture.recording import WRITER_STOPPED
 from ...trace.schema import Mode

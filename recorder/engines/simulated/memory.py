@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.event_input import CopyEnds
-from ...capture.host_arrays import ordered_runs
+from ...capture.host_arrays import CopyEnds, ordered_runs
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL, AllocStatus, RequestStatus, SlotChange
 from .config import Counters, EngineConfig

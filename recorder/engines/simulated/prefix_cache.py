@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.event_input import CopyEnds
-from ...capture.host_arrays import end_hashes
+from ...capture.host_arrays import CopyEnds, end_hashes
 from .pools import NO_PAGES, PageAllocator
 from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix
 from .requests import Request

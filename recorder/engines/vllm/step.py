@@ -15,9 +15,9 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.attention import paged_read
-from ...capture.event_input import IdentityValue
 from ...capture.forward_input import AttentionInput, ForwardInput, TableRead, TruthTokens
 from ...capture.host_arrays import own_int64, ragged_index
+from ...capture.privacy import IdentityValue
 from ..common.requests import KnownRequest, RequestRows, TokenList, mode_by_lens, request_id_of, truth_tokens
 from .layout import VllmGroup
 

@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
-from kvcanary.recorder.capture.event_input import CopyEnds
-from kvcanary.recorder.capture.host_arrays import end_hashes
+from kvcanary.recorder.capture.host_arrays import CopyEnds, end_hashes
 from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from kvcanary.recorder.capture.event_input import IdentityValue
 from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TruthTokens
+from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.capture.recurrent import StateAccess
 from kvcanary.recorder.trace.header import PoolGroup, Runner, StatePool, StateTable, TraceHeader

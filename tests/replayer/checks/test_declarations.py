@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.recorder.capture.event_input import CopyEnds
+from kvcanary.recorder.capture.host_arrays import CopyEnds
 from kvcanary.replayer import checks
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.executors import executors

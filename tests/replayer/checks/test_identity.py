@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.recorder.capture.event_input import IdentityValue
+from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.checks import CHECK_NAMES
 from kvcanary.replayer.run.replay import ReplaySettings, replay

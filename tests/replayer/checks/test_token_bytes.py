@@ -8,9 +8,9 @@ from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
 from kvcanary.analysis.shrink.proof import write_part
 from kvcanary.analysis.shrink.shrink import NothingToShrinkError, shrink
-from kvcanary.recorder.capture.event_input import IdentityValue
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.kv_tensor import KvTensor
+from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import ModelInfo, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....kernels.arrays import Int64Array
-from ....capture.event_input import CopyEnds
-from ....capture.host_arrays import end_hashes, on_host, runs_to_slots
+from ....capture.host_arrays import CopyEnds, end_hashes, on_host, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
