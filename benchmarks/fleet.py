@@ -69,6 +69,7 @@ def overhead(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], i
     small = simulated(work / "small.arrow", "--requests", "3", "--prompt-tokens", "30", "--output-tokens", "4")
     runs = []
     for count in (options.count // 10, options.count):
+        shutil.rmtree(work / f"copies-{count}", ignore_errors=True)
         traces = copies(small, count, work / f"copies-{count}")
         runs.append(fleet(traces, work, int(options.jobs), options.address) | {"count": count})
         tell(str(runs[-1]))
@@ -99,7 +100,8 @@ def scaling(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], in
         [source] = make_trace(options.workload, work, options.fraction)
     else:
         source = simulated(work / "one.arrow", "--requests", "400")
-    numbers = [int(one) for one in options.jobs.split(",")]
+    numbers = sorted(int(one) for one in options.jobs.split(","))
+    shutil.rmtree(work / "copies", ignore_errors=True)
     found: dict[str, Any] = {"bytes of each": source.stat().st_size, "recordings for each worker": options.each}
     rates, missed = [], 0
     for jobs in numbers:
@@ -120,8 +122,7 @@ def simulated(path: Path, *how: str) -> Path:
 
 
 def copies(source: Path, count: int, folder: Path) -> Path:
-    """Fill a folder with recordings that are the same but for their ids, in folders of several servers."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Fill a folder with recordings that are the same but for their ids, in folders of several servers; what is there stays."""
     data = source.read_bytes()
     with TraceReader(source) as reader:
         text, crc = (reader.schema.metadata[key] for key in (HEADER_KEY, HEADER_CRC_KEY))
@@ -134,7 +135,8 @@ def copies(source: Path, count: int, folder: Path) -> Path:
         if len(new) == len(crc):  # so that nothing moves
             place = folder / f"node{made % NODES:02d}"
             place.mkdir(parents=True, exist_ok=True)
-            (place / f"{made:06d}.arrow").write_bytes(data.replace(old, mine).replace(crc, new))
+            if not (place / f"{made:06d}.arrow").exists():
+                (place / f"{made:06d}.arrow").write_bytes(data.replace(old, mine).replace(crc, new))
             made += 1
     return folder
 

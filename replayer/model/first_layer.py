@@ -20,6 +20,8 @@ from ...recorder.trace.header import Ranks
 FloatArray = npt.NDArray[np.float32]
 
 _BATCH: Final = 4096
+_BATCH_ON_GPU: Final = 1 << 15
+_MOST_KEPT: Final = 1 << 24  # values
 NOISE: Final = 4.0  # times what the engine's dtype differs by from float32
 LEAST: Final = 2.0**-8  # of the largest value that a rank has of a token
 COARSE: Final = {"float32": "bfloat16"}  # a float32's product may be one of tf32, which bfloat16 bounds
@@ -67,27 +69,42 @@ class FirstLayer:
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
         self._full, self._low = load_pair(path, config, dtype, device)
+        self._batch = _BATCH if device == "cpu" else _BATCH_ON_GPU
+        self._of_tokens: dict[
+            tuple[str, Ranks, int], tuple[BoolArray, Expected]
+        ] = {}  # of halves that follow from the token
         self._vocabulary: dict[tuple[str, int, Ranks, int], FloatArray] = {}
         one = self._computed(self._full, np.ones(2, np.int64), np.array([0, 7]))
         self.moves = {
-            half for half, rows in one.items() if np.abs(rows[0] - rows[1]).max() > LEAST * np.abs(rows).max()
+            half for half, rows in one.items() if bool((rows[0] - rows[1]).abs().max() > LEAST * rows.abs().max())
         }
         by_length = "its rotary embedding depends on the request's length"
         self.why_not = dict.fromkeys(self.moves if kinds & _BY_LENGTH else (), by_length)
 
     def expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
         """Return what a rank must hold of tokens at positions `[n]`, the first `width` values of each."""
+        if half in self.moves or self.vocab_size * width > _MOST_KEPT:
+            return self._expected(half, tokens, positions, ranks, width)
+        key = (half, ranks, width)
+        if key not in self._of_tokens:
+            shapes = ((self.vocab_size, width), self.vocab_size, self.vocab_size)
+            self._of_tokens[key] = np.zeros(self.vocab_size, bool), Expected(*(np.empty(s, np.float32) for s in shapes))
+        known, kept = self._of_tokens[key]
+        new = np.unique(tokens[~known[tokens]])
+        if len(new):
+            for all_of, part in zip(kept, self._expected(half, new, np.zeros_like(new), ranks, width), strict=True):
+                all_of[new] = part
+            known[new] = True
+        return Expected(*(all_of[tokens] for all_of in kept))
+
+    def _expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
         parts = [Expected(*(np.empty((0, *shape), np.float32) for shape in ((width,), (), ())))]
-        for at in range(0, len(tokens), _BATCH):
-            full, low = (
-                self._computed(model, tokens[at : at + _BATCH], positions[at : at + _BATCH])[half]
-                for model in (self._full, self._low)
-            )
-            full, low = (of_rank(heads, ranks) for heads in (full, low))
-            with np.errstate(invalid="ignore"):
-                largest = np.abs(full).max(axis=1)
-                tolerance = NOISE * np.abs(full - low).max(axis=1) + LEAST * largest
-            parts.append(Expected(full[:, :width], tolerance, largest))
+        for at in range(0, len(tokens), self._batch):  # all heads stay on the device
+            some = tokens[at : at + self._batch], positions[at : at + self._batch]
+            full, low = (of_rank(self._computed(model, *some)[half], ranks) for model in (self._full, self._low))
+            largest = full.abs().amax(dim=1)
+            tolerance = NOISE * (full - low).abs().amax(dim=1) + LEAST * largest
+            parts.append(Expected(*(part.cpu().numpy() for part in (full[:, :width], tolerance, largest))))
         return Expected(*map(np.concatenate, zip(*parts, strict=True)))
 
     def nearest_token(self, half: str, got: FloatArray, position: int, ranks: Ranks) -> int:
@@ -98,8 +115,10 @@ class FirstLayer:
             self._vocabulary.clear()
             tokens = np.arange(self.vocab_size)
             parts = [
-                of_rank(self._computed(self._full, part, np.full(len(part), position))[half], ranks)[:, : len(got)]
-                for part in np.array_split(tokens, -(-len(tokens) // _BATCH))
+                of_rank(self._computed(self._full, part, np.full(len(part), position))[half], ranks)[
+                    :, : len(got)
+                ].cpu()
+                for part in np.array_split(tokens, -(-len(tokens) // self._batch))
             ]
             self._vocabulary[key] = np.concatenate(parts)
         return _nearest(self._vocabulary[key], got)
@@ -107,10 +126,10 @@ class FirstLayer:
     def nearest_position(self, half: str, got: FloatArray, token: int, positions: Int64Array, ranks: Ranks) -> int:
         """Return of `positions` the one at which a token's values in a half are nearest to `[width]`."""
         heads = self._computed(self._full, np.full(len(positions), token), positions)[half]
-        return int(positions[_nearest(of_rank(heads, ranks)[:, : len(got)], got)])
+        return int(positions[_nearest(of_rank(heads, ranks)[:, : len(got)].cpu().numpy(), got)])
 
-    def _computed(self, model: Any, tokens: Int64Array, positions: Int64Array) -> dict[str, FloatArray]:
-        """Return K and V that a model hands to its cache, `[n, heads, dim]`, each token a request of its own."""
+    def _computed(self, model: Any, tokens: Int64Array, positions: Int64Array) -> dict[str, Any]:
+        """Return K and V that a model hands to its cache, `[n, heads, dim] float32` on the device, each token a request of its own."""
         import torch
         from transformers import DynamicCache
 
@@ -134,7 +153,7 @@ class FirstLayer:
             raise TraceError(f"{self.path}: the first layer cannot be computed: {first_line(error)}") from None
         if not cache.handed:
             raise TraceError(f"{self.path}: the first layer of {type(model).__name__} hands nothing to a KV cache")
-        return {half: part[:, :, 0].float().cpu().numpy() for half, part in zip("KV", cache.handed, strict=True)}
+        return {half: part[:, :, 0].float() for half, part in zip("KV", cache.handed, strict=True)}
 
 
 def _nearest(rows: FloatArray, got: FloatArray) -> int:
@@ -222,8 +241,8 @@ def read_config(path: Path, *, first_layer_only: bool) -> Any:
     return cut if first_layer_only else config
 
 
-def of_rank(heads: FloatArray, ranks: Ranks) -> FloatArray:
-    """Return of all heads `[n, heads, dim]` those of a tensor-parallel rank, `[n, heads * dim]`; fewer heads than ranks are shared."""
+def of_rank(heads: Any, ranks: Ranks) -> Any:
+    """Return of all heads `[n, heads, dim]`, an array or a tensor, those of a tensor-parallel rank, `[n, heads * dim]`; fewer heads than ranks are shared."""
     total, size = heads.shape[1], max(1, ranks.tp_size)
     each = max(1, total // size)
     first = ranks.tp_rank * total // size

@@ -151,14 +151,14 @@ class ModelBytes(HistoryCheck):
     ) -> None:
         inside = (keys & (1 << TOKEN_BITS) - 1) < self._layer.vocab_size
         positions = places[:, POSITION]
-        inside &= positions >= 0
+        inside &= (positions >= 0) & (positions < 1 << TOKEN_BITS)
         self.counts[_LEFT_OUT] += int((~inside).sum())
         keys, got, places = keys[inside], got[inside], places[inside]
         tokens = keys & (1 << TOKEN_BITS) - 1
-        asked = np.stack([tokens, places[:, POSITION] if half in self._layer.moves else np.zeros_like(tokens)])
-        unique, which = np.unique(asked, axis=1, return_inverse=True)
-        expected = self._expected(half, unique[0], unique[1], got.shape[1])
-        mine = Expected(*(part[which.reshape(-1)] for part in expected))
+        asked = places[:, POSITION] * self._layer.vocab_size + tokens if half in self._layer.moves else tokens
+        unique, which = np.unique(asked, return_inverse=True)
+        expected = self._expected(half, unique % self._layer.vocab_size, unique // self._layer.vocab_size, got.shape[1])
+        mine = Expected(*(part[which] for part in expected))
         if mine.values.shape[1] < got.shape[1]:
             got = got[:, : mine.values.shape[1]]
         wrong = mine.differ(got)
