@@ -43,6 +43,7 @@ class Reduction:
     kept: Path | None = None
     trace: Path | None = None
     _until: float = 0.0
+    _failed: bool = False
     _before: list[list[Step]] = field(default_factory=list)  # what was smallest once
 
     def reduce(self, incident: int, seconds: float) -> None:
@@ -130,15 +131,13 @@ class Reduction:
         self.told(self)
         place = self.folder / f"run-{self.runs:04}"
         shutil.rmtree(place, ignore_errors=True)  # of an earlier search
-        with RecordedRun(self.plan, place, Coverage()) as run:
-            if not self.plan.script:
-                run.start()
-            run.drive(steps, time.monotonic() + _ONE_RUN_S)
-            run.end()
-            if not run.forwards and (run.failed or self.runs == 1):
-                why = "; ".join(run.why_nothing)
-                raise EngineError(f"{place}: {run.failed or 'the engine recorded nothing'}; {why}")
-            found = [(row, paths[0]) for paths in run.corrupt for row in show(paths).incidents]
+        try:
+            found = self._incidents(steps, place)
+            self._failed = False
+        except EngineError:
+            if self.repeat == 1 or self.runs == 1 or self._failed:
+                raise
+            found, self._failed = [], True  # now and then an engine fails, too; twice one after the other says more
         rows = [row for row, _ in found]
         if not self.wanted and 0 < incident <= len(rows):
             self.wanted = rows[incident - 1]
@@ -150,6 +149,18 @@ class Reduction:
         if good:
             self.kept, self.trace = place, showing[0]
         return good
+
+    def _incidents(self, steps: list[Step], place: Path) -> list[tuple[dict[str, Any], Path]]:
+        """Run the engine once; return the incidents of its recordings, each with its trace."""
+        with RecordedRun(self.plan, place, Coverage()) as run:
+            if not self.plan.script:
+                run.start()
+            run.drive(steps, time.monotonic() + _ONE_RUN_S)
+            run.end()
+            if not run.forwards and (run.failed or self.runs == 1):
+                why = "; ".join(run.why_nothing)
+                raise EngineError(f"{place}: {run.failed or 'the engine recorded nothing'}; {why}")
+            return [(row, paths[0]) for paths in run.corrupt for row in show(paths).incidents]
 
 
 def _halved(step: Step, name: str) -> Step:
