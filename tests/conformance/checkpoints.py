@@ -119,7 +119,7 @@ def prompts() -> list[list[int]]:
     return [(shared if i % 2 else []) + [rng.randrange(3, 600) for _ in range(rng.randrange(5, 40))] for i in range(6)]
 
 
-def run_vllm(checkpoint: str, fault: str, dtype: str) -> None:
+def run_vllm(checkpoint: str, fault: str, dtype: str, cache: str) -> None:
     """Run vLLM on a checkpoint."""
     from vllm import LLM, SamplingParams
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -133,6 +133,7 @@ def run_vllm(checkpoint: str, fault: str, dtype: str) -> None:
         dtype=dtype,
         enforce_eager=True,
         num_gpu_blocks_override=64,
+        kv_cache_dtype=cache,
         **limits,
     )
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False)
@@ -140,7 +141,7 @@ def run_vllm(checkpoint: str, fault: str, dtype: str) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def run_sglang(checkpoint: str, fault: str, dtype: str) -> None:
+def run_sglang(checkpoint: str, fault: str, dtype: str, cache: str) -> None:
     """Run SGLang on a checkpoint, its scheduler in a forked process."""
     import multiprocessing
 
@@ -164,7 +165,13 @@ def run_sglang(checkpoint: str, fault: str, dtype: str) -> None:
         "mem_fraction_static": 0.3,
     }
     engine = Engine(
-        model_path=checkpoint, skip_tokenizer_init=True, dtype=dtype, disable_cuda_graph=True, **cpu, **limits
+        model_path=checkpoint,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        kv_cache_dtype=cache,
+        disable_cuda_graph=True,
+        **cpu,
+        **limits,
     )
     engine.generate(input_ids=prompts(), sampling_params={"max_new_tokens": 16, "temperature": 0, "ignore_eos": True})
     engine.shutdown()
@@ -186,7 +193,7 @@ ENVIRONMENT = {
 }
 
 
-def run_forked(engine: str, jobs: list[tuple[str, str, str]], dtype: str) -> None:
+def run_forked(engine: str, jobs: list[tuple[str, str, str]], dtype: str, cache: str) -> None:
     """Run an engine on each checkpoint with its fault, in a process each, forked from this one that has imported it."""
     if engine == "vllm":
         from vllm.platforms import current_platform
@@ -206,7 +213,7 @@ def run_forked(engine: str, jobs: list[tuple[str, str, str]], dtype: str) -> Non
             os.dup2(log, 2)
             os.environ["KVCANARY_TRACE"] = f"{folder}/traces"
             try:
-                ENGINES[engine](checkpoint, fault, dtype)
+                ENGINES[engine](checkpoint, fault, dtype, cache)
                 status = 0
             except BaseException:  # noqa: BLE001  # a child ends here, whatever it was
                 traceback.print_exc()
@@ -244,10 +251,11 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(CHECKPOINTS))
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cache", default="auto", help="the KV cache's dtype: fp8, fp8_e5m2")
     parser.add_argument("--jobs", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.jobs:
-        run_forked(args.engine, json.loads(args.jobs), args.dtype)
+        run_forked(args.engine, json.loads(args.jobs), args.dtype, args.cache)
         return 0
     jobs, asked = [], []
     for name in args.only.split(","):
@@ -258,7 +266,7 @@ def main() -> int:
             jobs.append((str(checkpoint), fault, str(folder)))
             asked.append((name, fault, folder, str(checkpoint)))
     command = [args.python or f".venv-{args.engine}/bin/python", __file__, args.engine, "-o", str(args.output)]
-    command += ["--jobs", json.dumps(jobs), "--dtype", args.dtype]
+    command += ["--jobs", json.dumps(jobs), "--dtype", args.dtype, "--cache", args.cache]
     subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=True)
     return int(sum(said(*one) for one in asked) < len(asked))
 

@@ -66,6 +66,7 @@ class KvCapture:
         self._mirrors: dict[tuple[str, int, int, int], _Mirror] = {}  # groups that share memory share one
         self._of_group: dict[int, list[_Mirror]] = {}
         self._of_impl: dict[int, tuple[Any, list[_Mirror]]] = {}  # by the id of what updates a layer's cache
+        self._submitted_dtype = str(runner.vllm_config.model_config.dtype).removeprefix("torch.")
         layers = runner.vllm_config.compilation_config.static_forward_context
         for group in groups:
             layer = next((layers[name] for name in group.layers if name in layers), None)
@@ -128,7 +129,7 @@ class KvCapture:
                     bytes_per_token=source.bytes_per_token,
                     capture_bytes=source.read_bytes,
                     origin=origin,
-                    dtype=cache_dtype(layer, kv),
+                    dtype=self._submitted_dtype if origin == SUBMITTED else cache_dtype(layer, kv),
                 )
             )
         if streams:

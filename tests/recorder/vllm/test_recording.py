@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
+from kvcanary.recorder.engines.vllm.layout import VllmLayout
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 
 from ...support.one_trace import events, verdict
 from .fake_engine import (
     BLOCK,
+    HEADS,
     FullAttentionSpec,
     GPUModelRunner,
     MambaSpec,
@@ -131,6 +134,16 @@ def test_a_group_that_no_trace_can_hold_is_named(tmp_path: Path, monkeypatch: py
     assert [group.name for group in header.groups] == ["full"]
     assert any("MambaSpec" in note and "not recorded" in note for note in header.notes)
     assert verdict(tmp_path).verdict.value == "clean"
+
+
+def test_what_a_cache_of_8_bits_is_handed_is_in_the_dtype_of_the_model() -> None:
+    spec = FullAttentionSpec()
+    spec.head_size = spec.head_size_v = 16
+    runner = GPUModelRunner([spec], 8)
+    (layer,) = runner.layers.values()
+    layer.kv_cache, layer.kv_cache_dtype = torch.zeros(8, HEADS, BLOCK, 32, dtype=torch.uint8), "fp8"
+    streams = VllmLayout(runner, RecordingSettings(folder=Path())).kv.streams[0]
+    assert [(s.half, s.origin, s.dtype) for s in streams] == [(half, "submitted", "float32") for half in "KV"]
 
 
 def test_bytes_in_a_layout_that_is_not_known_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
