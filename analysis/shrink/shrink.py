@@ -151,10 +151,10 @@ def _beginning(paths: Sequence[Path], whole: Shown, judge: Judge) -> tuple[Part,
         part = _cut(paths, header, requests, slots, int(end), beside)
         if part.events and (shown := judge.shows(part)) is not None:
             return part, shown
-    raise NothingToShrinkError(
-        f"{paths[0]}: its events alone do not show the incident again; a recording that begins with a keyframe needs the "
-        "segments before it: give the folder that holds them all"
-    )
+    why = ""
+    if next(view.kind for view, _ in _views(paths)) == "keyframe":
+        why = "; the recording begins with a keyframe: give the folder that holds the segments before it, too"
+    raise NothingToShrinkError(f"{paths[0]}: its events alone do not show the incident again{why}")
 
 
 def _slots(row: dict[str, Any], group: int) -> Int64Array:

@@ -202,7 +202,7 @@ def test_a_fault_that_shows_now_and_then_is_neither_lost_nor_taken_for_gone(tmp_
     shows = "[ $(($(wc -l < runs) % 2)) = 0 ] && { grep -q r2 $KVCANARY_WORKLOAD || mkdir luck; }"
     engine = script(
         tmp_path,
-        f"cd {tmp_path} && echo run >> runs && grep -q r0 $KVCANARY_WORKLOAD && {shows} && cp {BAD} $KVCANARY_TRACE || cp {CLEAN} $KVCANARY_TRACE",
+        f"cd {tmp_path} && echo run >> runs && {{ [ $(wc -l < runs) != 3 ] || exit 3; }} && grep -q r0 $KVCANARY_WORKLOAD && {shows} && cp {BAD} $KVCANARY_TRACE || cp {CLEAN} $KVCANARY_TRACE",
     )
     words = ("--script", "--run", " ".join(map(str, engine)), "-o", tmp_path / "small.jsonl", "--json", "--repeat", 2)
     done = run("shrink", tmp_path / "w.jsonl", *words)
