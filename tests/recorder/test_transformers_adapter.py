@@ -1,5 +1,8 @@
 """The transformers adapter on the real engine: outputs untouched, clean runs clean."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines.transformers import attach, attach_from_environment
+from kvcanary.recorder.engines.transformers import attachment as module
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -182,6 +186,24 @@ def test_each_batch_processor_has_its_own_trace(tmp_path: Path) -> None:
             generate(subject)
         assert [path.name for path in attachment.paths] == ["trace.arrow", "trace.1.arrow", "trace.2.arrow"]
         assert assert_clean(tmp_path / "trace.arrow").requests == len(PROMPTS)  # closed when its manager stopped
+    for path in attachment.paths:
+        assert_clean(path)
+
+
+def test_two_engines_that_begin_at_the_same_time_take_two_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, begin_new = threading.Barrier(2), module.begin_new
+
+    def together(path: Path, begin: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return begin_new(path, begin)
+
+    monkeypatch.setattr(module, "begin_new", together)
+    with attach(tmp_path / "trace.arrow", overwrite=True) as attachment, ThreadPoolExecutor() as threads:
+        list(threads.map(generate, [model("llama"), model("llama")]))
+    assert sorted(path.name for path in attachment.paths) == ["trace.1.arrow", "trace.arrow"]
     for path in attachment.paths:
         assert_clean(path)
 

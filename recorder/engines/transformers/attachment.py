@@ -44,6 +44,9 @@ class TransformersAttachment(EngineAttachment):
         self.settings: RecordingSettings | None = None  # of an operator, who may want windows
         self._options = options
         self._active = False
+        self._opening = (
+            threading.Lock()
+        )  # two engines of one process may begin at the same time, each by its own thread
         self._recorders: list[Recorder] = []
         # By the engine's objects that hooks meet: processor, cache, allocators, offloading manager, scheduler.
         self._recordings: weakref.WeakKeyDictionary[Any, TransformersRecording | None] = weakref.WeakKeyDictionary()
@@ -143,7 +146,8 @@ class TransformersAttachment(EngineAttachment):
                 return None
         if processor not in self._recordings:
             self._recordings[processor] = None  # whatever happens next, it is tried and logged once
-            self._open(processor)
+            with self._opening:
+                self._open(processor)
         recording = self._recordings[processor]
         if recording is None:
             return None
