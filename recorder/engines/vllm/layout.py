@@ -95,11 +95,11 @@ class VllmLayout:
         """The groups, a draft's last."""
         return self.groups if self.draft is None else [*self.groups, self.draft]
 
-    def keeps_elsewhere(self, num_pages: int) -> None:
-        """Make room for what a connector keeps of each group elsewhere; 0 if it does not say how much that can be."""
+    def keeps_elsewhere(self, *num_pages: int) -> None:
+        """Make room for what connectors keep of each group elsewhere; 0 for one that does not say how much that can be."""
         self.groups = [
-            replace(group, host_num_slots=(1 + (num_pages or PAGES_ELSEWHERE * group.num_blocks)) * group.block_size)
-            for group in self.groups
+            replace(group, host_num_slots=(1 + sum(n or PAGES_ELSEWHERE * group.num_blocks for n in num_pages)) * size)
+            for group, size in ((group, group.block_size) for group in self.groups)
         ]
 
     def _add(self, gid: int, group: Any, num_blocks: int) -> VllmGroup | None:

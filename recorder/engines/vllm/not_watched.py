@@ -1,12 +1,13 @@
 """What a vLLM engine does that no trace of it shows, and why its history of slots may be none."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
 from .blocks import why_no_history
-from .connectors.copies import Storage
 from .connectors.external import not_watched as connector_not_watched
+from .connectors.storages import Member
 from .device import on_gpu
 from .layout import VllmLayout
 from .step import AttentionReader
@@ -21,10 +22,10 @@ def why_no_slots(layout: VllmLayout, scheduler: Any, settings: RecordingSettings
     return why_no_history(scheduler, layout.all_groups)
 
 
-def not_watched(runner: Any, attention: AttentionReader, storage: Storage | None) -> list[NotWatched]:
+def not_watched(runner: Any, attention: AttentionReader, members: Sequence[Member]) -> list[NotWatched]:
     """Name what this engine does that no forward of the trace will show."""
     config = runner.vllm_config
-    entries = connector_not_watched(config, storage, on_gpu=on_gpu(runner))
+    entries = connector_not_watched(config, members, on_gpu=on_gpu(runner))
     speculative = getattr(config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
     if speculative is not None and "ngram" not in method:

@@ -23,7 +23,7 @@ from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
-from .connectors.storages import storage_of
+from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
 from .layout import VllmLayout, describe_engine
@@ -65,11 +65,12 @@ class VllmRecording:
     ) -> None:
         self.wraps = Wraps()  # of the engine's parts
         self.layout = layout = VllmLayout(runner, settings)
-        storage = storage_of(runner, layout)
-        if storage is not None:
-            layout.keeps_elsewhere(storage.num_pages)
+        members = members_of(runner, layout)
+        known = [member.storage.num_pages for member in members if member.storage is not None]
+        if known:
+            layout.keeps_elsewhere(*known)
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
-        layout.not_watched += not_watched(runner, self.attention, storage)
+        layout.not_watched += not_watched(runner, self.attention, members)
         no_history = why_no_slots(layout, scheduler, settings)
         if no_history:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
@@ -88,7 +89,7 @@ class VllmRecording:
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
         self.drafts = DraftWrites(runner, layout, recorder)
-        self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, storage)
+        self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
         self._open = False

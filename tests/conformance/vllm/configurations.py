@@ -51,6 +51,19 @@ OFFLOADS = {
         "cpu_bytes_to_use": 1 << 27,
     },
 }
+FILES = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+WHOLE_PROMPTS = {"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False}
+
+
+def several(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of vLLM's `MultiConnector` over others."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
 EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", "num_speculative_tokens": 3}}
 EMBEDDINGS = {"enable_prompt_embeds": True}
@@ -97,21 +110,25 @@ SETUPS = {
     ),
     "hybrid-loads": Setup(model="hybrid", connector=host(when="both")),
     "llama-loads-spawned": Setup(model="llama", connector=host(when="both"), spawned=True),
-    "llama-shared-storage": Setup(
-        model="llama",
-        connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
-        arguments={"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
-    ),
+    "llama-shared-storage": Setup(model="llama", connector=FILES, arguments=WHOLE_PROMPTS),
     # vLLM's own offloading, whose copies are torch's here.
     "llama-offloads": Setup(model="llama", connector=OFFLOADS),
     "llama-offloads-preempt": Setup(model="llama", connector=OFFLOADS, arguments=FEW_BLOCKS),
     "hybrid-offloads": Setup(model="hybrid", connector=OFFLOADS),
+    # Several connectors: all of them store, one of them loads.
+    "llama-several": Setup(model="llama", connector=several(OFFLOADS, FILES), arguments=WHOLE_PROMPTS),
+    "llama-several-files": Setup(model="llama", connector=several(FILES, OFFLOADS), arguments=WHOLE_PROMPTS),
+    "hybrid-several": Setup(model="hybrid", connector=several(host(when="both", most_blocks=1), OFFLOADS)),
     "llama-embeddings": Setup(model="llama", arguments=EMBEDDINGS, embeddings=True),
     "llama-embeddings-preempt": Setup(model="llama", arguments={**EMBEDDINGS, **FEW_BLOCKS}, embeddings=True),
     # The engine core in its own process, and the model in another: on the CPU vLLM does it no other way.
     "llama-spawned": Setup(model="llama", spawned=True),
     "hybrid-async-spawned": Setup(model="hybrid", arguments={"async_scheduling": True}, spawned=True),
 }
+OFFLOADING_FAULTS = (
+    *("store_wrong", "store_twice", "key_collides", "load_elsewhere", "load_other_block", "load_layout", "load_late"),
+)
+FILE_FAULTS = ("store_wrong", "key_collides", "load_other_block", "load_layout")
 FAULTS = {
     "llama": (
         *("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
@@ -119,16 +136,10 @@ FAULTS = {
     ),
     "llama-eagle": ("draft_slot",),
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
-    "llama-offloads": (
-        "store_wrong",
-        "store_twice",
-        "key_collides",
-        "load_elsewhere",
-        "load_other_block",
-        "load_layout",
-        "load_late",
-    ),
-    "llama-shared-storage": ("store_wrong", "key_collides", "load_other_block", "load_layout"),
+    "llama-offloads": OFFLOADING_FAULTS,
+    "llama-several": OFFLOADING_FAULTS,
+    "llama-shared-storage": FILE_FAULTS,
+    "llama-several-files": FILE_FAULTS,
     "llama-async": ("block_table", "slot_mapping", "token"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
     "recurrent": ("state_byte", "state_block", "state_copy"),

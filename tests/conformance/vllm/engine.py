@@ -125,6 +125,14 @@ def embedded(prompt: list[int], number: int) -> dict:
     return {"prompt_embeds": embeds, "prompt_token_ids": prompt, "prompt_is_token_ids": are_tokens}
 
 
+def stored_in(place: Path, connector: dict) -> dict:
+    """Return a connector's configuration with the folder of its files, its members' too."""
+    extra = {"shared_storage_path": str(place), **connector.get("kv_connector_extra_config", {})}
+    if "connectors" in extra:
+        extra["connectors"] = [stored_in(place, member) for member in extra["connectors"]]
+    return {**connector, "kv_connector_extra_config": extra}
+
+
 def generate(run: Run, folder: Path) -> None:
     """Start the engine, generate from seeded random prompts, some of which share a prefix, and shut it down."""
     from faults import install_faults
@@ -145,8 +153,7 @@ def generate(run: Run, folder: Path) -> None:
     if setup.connector is not None:
         from vllm.config import KVTransferConfig
 
-        extra = {"shared_storage_path": str(folder / "stored"), **setup.connector.get("kv_connector_extra_config", {})}
-        arguments["kv_transfer_config"] = KVTransferConfig(**{**setup.connector, "kv_connector_extra_config": extra})
+        arguments["kv_transfer_config"] = KVTransferConfig(**stored_in(folder / "stored", setup.connector))
     llm = LLM(
         model=str(MODELS / setup.model),
         load_format="dummy",

@@ -70,16 +70,44 @@ class EndedLoad(NamedTuple):
     landed: Int64Array
 
 
+class HostPages:
+    """The pages of the trace's host tier that stand for keys: of all connectors of an engine, which it knows by `owner`."""
+
+    def __init__(self, layout: VllmLayout) -> None:
+        # Of each group: key -> page of the host tier, block that was stored there.
+        self._pages: list[OrderedDict[Hashable, tuple[int, int]]] = [OrderedDict() for _ in layout.groups]
+        self._limits = [group.host_num_slots // group.block_size - 1 for group in layout.groups]
+
+    def find(self, owner: object, page: Page) -> tuple[int, int]:
+        """Return the page that stands for a block's key, and the block that was stored there; zeros for none."""
+        return self._pages[page.group.index].get((owner, page.key), (0, 0))
+
+    def give(self, owner: object, page: Page) -> int:
+        """Return the page that is to stand for a block's key; the one stored longest ago makes room."""
+        pages, key = self._pages[page.group.index], (owner, page.key)
+        host, _ = pages.pop(key, (0, 0))
+        if not host:
+            host = len(pages) + 1 if len(pages) < self._limits[page.group.index] else pages.popitem(last=False)[1][0]
+        pages[key] = host, page.block
+        return host
+
+
 class ConnectorCopies:
     """Records what a connector copies."""
 
-    def __init__(self, storage: Storage, layout: VllmLayout, requests: VllmRequests, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        layout: VllmLayout,
+        requests: VllmRequests,
+        recorder: Recorder,
+        pages: HostPages | None = None,
+    ) -> None:
         self._storage = storage
         self._layout = layout
         self._requests = requests
         self._recorder = recorder
-        # Of each group: key -> page of the host tier, block that was stored there.
-        self._pages: list[OrderedDict[Hashable, tuple[int, int]]] = [OrderedDict() for _ in layout.groups]
+        self._pages = HostPages(layout) if pages is None else pages
         self._landed: list[EndedLoad] = []
         self._late: list[tuple[int, LoadJob, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
@@ -104,13 +132,13 @@ class ConnectorCopies:
         """Record that blocks are stored, as their slots are now; `landed` says that they lie elsewhere already."""
         here = self.hash_here(pages)
         there = self.hash_there(pages) if landed else np.zeros(len(pages), np.int64)
-        hosts = [self._host_page(page) for page in pages]
+        hosts = [self._pages.give(self, page) for page in pages]
         self._record("offload", TIER_POOL, pages, hosts, TIER_HOST, here, there)
 
     def stored(self, pages: list[Page]) -> None:
         """Record what lies elsewhere of blocks whose store has ended."""
-        kept = [page for page in pages if page.key in self._pages[page.group.index]]
-        there, hosts = self.hash_there(kept), [self._pages[page.group.index][page.key][0] for page in kept]
+        kept = [page for page in pages if self._pages.find(self, page)[0]]
+        there, hosts = self.hash_there(kept), [self._pages.find(self, page)[0] for page in kept]
         if there.any():
             self._record("stored", TIER_HOST, kept, hosts, TIER_HOST, np.zeros_like(there), there, whole=False)
 
@@ -172,7 +200,7 @@ class ConnectorCopies:
         for one in ended:
             load = one.load
             parts: dict[tuple[str, bool], list[int]] = {}
-            hosts = [self._pages[page.group.index].get(page.key, (0, 0))[0] for page in load.pages]
+            hosts = [self._pages.find(self, page)[0] for page in load.pages]
             for i, page in enumerate(load.pages):
                 holds = (name for name, blocks in held.items() if page.block in blocks[page.group.index])
                 holder = next(holds, "")
@@ -235,18 +263,6 @@ class ConnectorCopies:
                     found[at] = end_hashes(parts)
         return found
 
-    def _host_page(self, page: Page) -> int:
-        """Return the page of the host tier that stands for a key; the one stored longest ago makes room."""
-        pages, limit = self._pages[page.group.index], self._limit(page.group)
-        host, _ = pages.pop(page.key, (0, 0))
-        if not host:
-            host = len(pages) + 1 if len(pages) < limit else pages.popitem(last=False)[1][0]
-        pages[page.key] = host, page.block
-        return host
-
-    def _limit(self, group: VllmGroup) -> int:
-        return int(self._recorder.header.groups[group.index].host_num_slots) // group.block_size - 1
-
     def _search(self, load: LoadJob, at: int) -> int:
         """Return the first slot of the block that has a load's bytes and should have others, -1 for none that is found."""
         group, kv = load.pages[at].group, self._recorder.kv[load.pages[at].group.index]
@@ -256,7 +272,7 @@ class ConnectorCopies:
             changed = np.concatenate([every[:0], *(slots for _, slots, _ in kv.changes(every, every[:0]))])
             unknown = np.setdiff1d(every, kv.known_bytes(every)[0])
             mine = [page.block for page in load.pages]  # and where it came from, which may hold it still
-            mine.append(self._pages[group.index].get(load.pages[at].key, (0, 0))[1])
+            mine.append(self._pages.find(self, load.pages[at])[1])
             blocks = np.setdiff1d(np.concatenate([changed, unknown]) // group.block_size, mine)
             found = self.hash_here([Page(group, block, "") for block in blocks.tolist()]) == load.there[at]
             if found.any():

@@ -18,7 +18,8 @@ from ....trace.schema import RECEIVE, TransferStatus
 from ...common.hooking import Around, Hook, OnFault, around, wrap_method
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest, VllmRequests, table_read
-from .copies import ConnectorCopies, Storage
+from .copies import ConnectorCopies, HostPages
+from .storages import Member
 
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
 # prefix anew, over what the prefix cache holds of it.
@@ -48,7 +49,7 @@ class ExternalSlots(NamedTuple):
 class ExternalLoads:
     """The loads of one runner's cache; `scheduler` is None if it runs in another process.
 
-    What a connector that is known copies, with its `storage`, is recorded, too; what it loads is unknown before that.
+    What the members that are known copy is recorded, too; what they load is unknown before that.
     """
 
     def __init__(
@@ -58,9 +59,14 @@ class ExternalLoads:
         requests: VllmRequests,
         recorder: Recorder,
         scheduler: Any,
-        storage: Storage | None,
+        members: Sequence[Member],
     ) -> None:
-        self._copies = ConnectorCopies(storage, layout, requests, recorder) if storage is not None else None
+        pages = HostPages(layout)
+        self._copies = [
+            ConnectorCopies(member.storage, layout, requests, recorder, pages)
+            for member in members
+            if member.storage is not None
+        ]
         self._connector = connector
         self._groups = layout.groups
         self._requests = requests
@@ -73,8 +79,8 @@ class ExternalLoads:
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook the scheduler's blocks, behind the hooks of the slot history: a slot is given out, then loaded."""
-        if self._copies is not None:
-            self._copies.attach(on_fault)
+        for copies in self._copies:
+            copies.attach(on_fault)
         if not self._connector or self._scheduler is None:
             return
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -92,7 +98,7 @@ class ExternalLoads:
             """Note what is loaded for a request: positions behind the `local` ones of its blocks, null blocks left out."""
             yield
             blocks, size = [block.block_id for block in manager.req_to_blocks.get(name, ())], group.block_size
-            first = local if self._connector in EXACT else 0
+            first = local if self._loader(name) in EXACT else 0
             positions = np.arange(first, min(local + loaded, len(blocks) * size), dtype=np.int64)
             slots = np.array(blocks, np.int64)[positions // size] * size + positions % size
             held = slots >= size
@@ -102,6 +108,12 @@ class ExternalLoads:
                     self._loads.setdefault(name, []).append(load)
 
         return on_allocated
+
+    def _loader(self, name: str) -> str:
+        """Return the connector that loads for a request: of several, the one that vLLM's `MultiConnector` has chosen."""
+        connector: Any = self._scheduler.connector
+        chosen = getattr(connector, "_requests_to_connector", {}).get(name)
+        return self._connector if chosen is None else type(connector._connectors[chosen]).__name__
 
     def begin_step(self, running: Any) -> None:
         """Record the loads that go on beside a step: those of requests that do not take part in it."""
@@ -118,15 +130,15 @@ class ExternalLoads:
     def _over(self, name: str) -> None:
         if name in self._loads:
             self._record(name, "end")
-            if self._copies is not None:
-                self._copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
+            for copies in self._copies:
+                copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
         self._left(name)
 
     def left(self, name: str) -> None:
         """Forget what was going to be loaded for a request that has given its slots back."""
         self._left(name)
-        if self._copies is not None:
-            self._copies.forget(name)
+        for copies in self._copies:
+            copies.forget(name)
 
     def _left(self, name: str) -> None:
         self._loads.pop(name, None)
@@ -156,8 +168,8 @@ class ExternalLoads:
     def before_model(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
         """Record what has been loaded for the requests of a step, or may have been for those that are new in it."""
         self._make_unknown(step, output, requests)
-        if self._copies is not None:
-            self._copies.before_model(step.names, step.tables)
+        for copies in self._copies:
+            copies.before_model(step.names, step.tables)
 
     def _make_unknown(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
         if self._scheduler is not None:
@@ -184,20 +196,22 @@ class ExternalLoads:
                     )
 
 
-def not_watched(config: Any, storage: Storage | None, *, on_gpu: bool) -> list[NotWatched]:
-    """Return what of a connector's work a trace does not hold; `storage` is what is known of it."""
+def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list[NotWatched]:
+    """Return what of its connectors' work a trace does not hold."""
     transfer = getattr(config, "kv_transfer_config", None)
-    if transfer is None:
-        return []
-    name = f"KV connector {getattr(transfer, 'kv_connector', None) or 'unknown'}"
-    if storage is not None:
-        reasons = {
-            "slots": "what it loads and did not store in this recording is unknown until a forward writes the slot"
-        }
-        if on_gpu:
-            reasons["other"] = "the bytes that it copies are not compared, since that would wait for the device"
-    else:
-        reasons = {"other": "what it stores elsewhere is not compared"}
-        if connector_of(config):
-            reasons = {"slots": "what it loads is unknown until a forward writes the slot", **reasons}
-    return [NotWatched(what=what, name=name, reason=reason) for what, reason in reasons.items()]
+    entries = []
+    for member in members:
+        if member.storage is not None:
+            reasons = {
+                "slots": "what it loads and did not store in this recording is unknown until a forward writes the slot"
+            }
+            if on_gpu:
+                reasons["other"] = "the bytes that it copies are not compared, since that would wait for the device"
+        else:
+            reasons = {"other": "what it stores elsewhere is not compared"}
+            if connector_of(config):
+                reasons = {"slots": "what it loads is unknown until a forward writes the slot", **reasons}
+        own = member.name if len(members) > 1 else getattr(transfer, "kv_connector", None) or "unknown"
+        name = f"KV connector {own}"
+        entries += [NotWatched(what=what, name=name, reason=reason) for what, reason in reasons.items()]
+    return list(dict.fromkeys(entries))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -222,13 +222,27 @@ class OffloadedBlocks:
         return found
 
 
-def storage_of(runner: Any, layout: VllmLayout) -> Storage | None:
-    """Return what is known of the connector of a runner's process, None for one that is not known."""
+class Member(NamedTuple):
+    """A connector, by its class's name; `storage` is what is known of it, None if it is not known."""
+
+    name: str
+    storage: Storage | None
+
+
+def members_of(runner: Any, layout: VllmLayout) -> list[Member]:
+    """Return the connector of a runner's process; of vLLM's `MultiConnector`, those that it passes everything on to."""
     if getattr(runner.vllm_config, "kv_transfer_config", None) is None:
-        return None
+        return []
     module: Any = sys.modules.get("vllm.distributed.kv_transfer")
     connector: Any = module.get_kv_transfer_group() if module is not None and module.has_kv_transfer_group() else None
     layers = runner.vllm_config.compilation_config.static_forward_context
+    members = getattr(connector, "sub_connectors", None)
+    if members is None and type(connector).__name__ == "MultiConnector":
+        members = connector._connectors
+    return [Member(type(one).__name__, _storage_of(one, layers, layout)) for one in members or [connector]]
+
+
+def _storage_of(connector: Any, layers: Any, layout: VllmLayout) -> Storage | None:
     kind = type(connector).__name__
     if kind == "ExampleConnector":
         return StepStorage(connector, ExampleFiles(connector), layers, layout)
