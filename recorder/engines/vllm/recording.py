@@ -66,9 +66,9 @@ class VllmRecording:
         self.wraps = Wraps()  # of the engine's parts
         self.layout = layout = VllmLayout(runner, settings)
         members = members_of(runner, layout)
-        known = [member.storage.num_pages for member in members if member.storage is not None]
-        if known:
-            layout.keeps_elsewhere(*known)
+        storages = {member.storage for member in members if member.storage is not None}
+        if storages:
+            layout.keeps_elsewhere(*(storage.num_pages for storage in storages))
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
         layout.not_watched += not_watched(runner, self.attention, members)
         no_history = why_no_slots(layout, scheduler, settings)
@@ -150,7 +150,7 @@ class VllmRecording:
         if new:
             self._requests_changed = True
             known.prompt_len = prompt_len
-            identity = identity_of(request)
+            known.identity = identity = identity_of(request)
             self.recorder.request(request_id=known.request_id, name=name, prompt_len=prompt_len, identity=identity)
         return known
 

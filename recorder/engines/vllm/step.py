@@ -67,6 +67,7 @@ class VllmRequest(KnownRequest):
         self.prompt_len = 0
         self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
         self.fresh = True  # has not run since it was given its row
+        self.identity: list[IdentityValue] = []  # what its KV depends on beside its tokens
         self.blocks: list[list[int]] = []  # of each of the engine's groups, as the scheduler says
 
     def begin(self, tokens: Sequence[int] | Int64Array) -> None:

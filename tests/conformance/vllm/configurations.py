@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -51,6 +52,7 @@ OFFLOADS = {
         "cpu_bytes_to_use": 1 << 27,
     },
 }
+OWN = {**OFFLOADS, "kv_connector": "OwnOffloading", "kv_connector_module_path": "host_offloading"}
 FILES = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 WHOLE_PROMPTS = {"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False}
 
@@ -116,15 +118,27 @@ SETUPS = {
     "llama-offloads-preempt": Setup(model="llama", connector=OFFLOADS, arguments=FEW_BLOCKS),
     "hybrid-offloads": Setup(model="hybrid", connector=OFFLOADS),
     # Several connectors: all of them store, one of them loads.
-    "llama-several": Setup(model="llama", connector=several(OFFLOADS, FILES), arguments=WHOLE_PROMPTS),
+    "llama-several": Setup(model="llama", connector=several(OFFLOADS, host(when="both"))),
     "llama-several-files": Setup(model="llama", connector=several(FILES, OFFLOADS), arguments=WHOLE_PROMPTS),
     "hybrid-several": Setup(model="hybrid", connector=several(host(when="both", most_blocks=1), OFFLOADS)),
+    # Connectors that the recorder does not know: by the bytes that land.
+    "llama-unknown": Setup(model="llama", connector=OWN),
+    "llama-unknown-loads": Setup(
+        model="llama", connector={**host(when="both", fail_every=3), "kv_connector": "SilentConnector"}
+    ),
+    "hybrid-unknown": Setup(model="hybrid", connector={**host(when="both"), "kv_connector": "SilentConnector"}),
+    "llama-unknown-spawned": Setup(
+        model="llama", connector={**host(when="both"), "kv_connector": "SilentConnector"}, spawned=True
+    ),
     "llama-embeddings": Setup(model="llama", arguments=EMBEDDINGS, embeddings=True),
     "llama-embeddings-preempt": Setup(model="llama", arguments={**EMBEDDINGS, **FEW_BLOCKS}, embeddings=True),
     # The engine core in its own process, and the model in another: on the CPU vLLM does it no other way.
     "llama-spawned": Setup(model="llama", spawned=True),
     "hybrid-async-spawned": Setup(model="hybrid", arguments={"async_scheduling": True}, spawned=True),
 }
+if find_spec("lmcache") is not None:
+    LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    SETUPS["llama-lmcache-unknown"] = Setup(model="llama", connector=LMCACHE)
 OFFLOADING_FAULTS = (
     *("store_wrong", "store_twice", "key_collides", "load_elsewhere", "load_other_block", "load_layout", "load_late"),
 )
@@ -138,6 +152,7 @@ FAULTS = {
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
     "llama-offloads": OFFLOADING_FAULTS,
     "llama-several": OFFLOADING_FAULTS,
+    "llama-unknown": OFFLOADING_FAULTS[1:],  # a wrong store is not seen, what comes of it is unknown
     "llama-shared-storage": FILE_FAULTS,
     "llama-several-files": FILE_FAULTS,
     "llama-async": ("block_table", "slot_mapping", "token"),

@@ -141,6 +141,8 @@ def generate(run: Run, folder: Path) -> None:
     setup = SETUPS[run.setup]
     if not setup.spawned:
         install_faults()
+    if "lmcache" in run.setup:
+        import lmcache_host  # noqa: F401
     arguments = {
         "enable_prefix_caching": True,
         "async_scheduling": False,

@@ -4,6 +4,7 @@ The connector's own copies ask for CUDA streams. Here a job's bytes are moved wh
 steps after it was submitted.
 """
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker, SingleDirectionOffloadingHandler
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -83,3 +84,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):
         if self._worker is None:
             self._worker = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
         return self._worker
+
+
+class OwnOffloading(OffloadingConnector):
+    """The same connector under a name that the recorder does not know."""

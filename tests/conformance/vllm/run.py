@@ -47,8 +47,9 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
 - **KV connectors.** Slots that a connector loads are unknown until a forward writes them: nothing is judged from them, and
   the verdict counts them. With the scheduler in the model's process they are the blocks that it allocates for the load;
   without it, all cached tokens that a request begins with in a step that loads, or after a load of its own has ended.
-  Of connectors that are known (offloading, the example connector) saves and loads are recorded with hashes of both ends, and
-  what was stored in the recording is known when it is loaded: docs/guide/connectors.md.
+  Of connectors that are known (offloading, the example connector, these below a `MultiConnector`) saves and loads are
+  recorded with hashes of both ends, and what was stored in the recording is known when it is loaded; of others, with the
+  cache in the host's memory, what is loaded is known if it is what was computed for the same tokens: docs/guide/connectors.md.
 - **Prompt embeddings.** Positions that are fed an embedding hold an unknown token, in whole prompts and in mixed ones.
 - **KV bytes** of the first layer of each group, first KV head. Where a token's bytes lie in a row they are read from the
   pool after the forward (origin `stored`). The CPU's attention packs K: its bytes are taken from what the model hands to the

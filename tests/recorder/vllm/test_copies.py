@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.capture.recorder import Recorder
-from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies
+from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, HostPages
 from kvcanary.recorder.engines.vllm.connectors.storages import StepStorage
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
@@ -64,11 +64,14 @@ class Played:
         self.copied: list[tuple[list[int], list[int]]] = []
         kept = SimpleNamespace(copied=lambda _, src, dst, **__: self.copied.append((src.tolist(), dst.tolist())))
         layout: Any = SimpleNamespace(groups=[own], kv=kept)
-        storage = StepStorage(self.connector, self.connector, {"l": SimpleNamespace(kv_cache=kv)}, layout)
+        layers = {"l": SimpleNamespace(kv_cache=kv)}
         requests: Any = {"r": SimpleNamespace(request_id=7)}
         self.faults: list[str] = []
-        self.copies = ConnectorCopies(storage, layout, requests, self.recorder)
-        self.copies.attach(lambda hook, _: self.faults.append(hook))
+        self.other, pages = Connector(kv), HostPages(layout)
+        for connector in (self.other, self.connector):
+            storage = StepStorage(connector, connector, layers, layout)
+            self.copies = ConnectorCopies(storage, layout, requests, self.recorder, pages)
+            self.copies.attach(lambda hook, _: self.faults.append(hook))
 
     def step(self, stores: Any = (), loads: Any = (), held: tuple[int, ...] = ()) -> None:
         """A step that loads and then saves `(block, key)`; its request holds the blocks that are loaded, if not others."""
@@ -112,6 +115,16 @@ def test_the_key_stored_longest_ago_makes_room(played: Played) -> None:
     *stores, load = played.events()
     assert [column(store, "dst") for store in stores] == [[4], [8], [4]]
     assert column(load, "count") == [0] and column(load, "src_hash") == column(load, "dst_hash")
+
+
+def test_two_connectors_of_one_engine_have_pages_of_their_own(played: Played) -> None:
+    played.step(stores=[(2, "a")])
+    played.other._connector_metadata = {"stores": [("r", 0, 3, "a")]}
+    played.other.wait_for_save()
+    played.step(loads=[(5, "a")])
+    mine, other, load = played.events()
+    assert [column(event, "dst") for event in (mine, other)] == [[4], [8]]
+    assert column(load, "src") == [4] and column(load, "src_hash") == column(mine, "dst_hash")
 
 
 @pytest.mark.parametrize("held", [(), (6,)], ids=["where it was not asked to", "where its request has nothing"])

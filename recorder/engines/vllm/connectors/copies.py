@@ -30,6 +30,27 @@ SEARCHES: Final = 16  # for where a load landed instead, in a recording
 MAX_SEARCHED_SLOTS: Final = 1 << 20
 
 
+def as_bytes(tensor: Any) -> Any:
+    """Return a tensor of the host's memory as a numpy view of its elements' bits, None for one of a device's."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        return None
+    return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
+
+
+class ExternalSlots(NamedTuple):
+    """What is loaded for a request in one group: `slots` `[n] int64` from position `start` on.
+
+    `own` is not set if the slots are the prefix cache's, and loaded anew in passing.
+    """
+
+    group: int
+    start: int
+    slots: Int64Array
+    own: bool
+
+
 class Page(NamedTuple):
     """A block of a group, and the `key` under which its content lies elsewhere."""
 
@@ -111,6 +132,7 @@ class ConnectorCopies:
         self._landed: list[EndedLoad] = []
         self._late: list[tuple[int, LoadJob, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
+        self._right: dict[tuple[int, int], int] = {}  # what lay in a block of a group when a load to it ended
         self._failed = False
         self._on_fault: OnFault = lambda _hook, _error: None
 
@@ -142,6 +164,36 @@ class ConnectorCopies:
         if there.any():
             self._record("stored", TIER_HOST, kept, hosts, TIER_HOST, np.zeros_like(there), there, whole=False)
 
+    def has(self, page: Page) -> bool:
+        """Say whether a page of the host tier stands for a block's key."""
+        return bool(self._pages.find(self, page)[0])
+
+    def store_seen(self, pages: list[Page], hashes: list[int]) -> None:
+        """Record that a page of the host tier stands for what was seen in each block, by its hash."""
+        held = np.array(hashes, np.int64)
+        hosts = [self._pages.give(self, page) for page in pages]
+        self._record("seen", TIER_POOL, pages, hosts, TIER_HOST, held, held)
+
+    def load_seen(
+        self, note: str, name: str, pages: list[Page], there: list[int], here: list[int], before: list[int]
+    ) -> None:
+        """Record of a request's blocks that they hold what their pages do ("load-back"), or only hashes of the ends."""
+        found = [self._pages.find(self, page)[0] for page in pages]
+        whole, known = note == "load-back", self._requests.get(name)
+        at = [i for i, host in enumerate(found) if host or not whole]
+        self._record(
+            note,
+            TIER_HOST,
+            [pages[i] for i in at],
+            [found[i] for i in at],
+            TIER_POOL,
+            np.array(there, np.int64)[at],
+            np.array(here, np.int64)[at],
+            whole=whole,
+            before=np.array(before, np.int64)[at],
+            request_id=-1 if known is None else known.request_id,
+        )
+
     def begin_load(self, name: str, pages: list[Page]) -> LoadJob:
         """Take note of a load that is asked for."""
         return LoadJob(name, pages, self.hash_there(pages), self.hash_here(pages))
@@ -150,6 +202,7 @@ class ConnectorCopies:
         """Take note of a load that has ended, by the connector's word."""
         here = self.hash_here(load.pages)
         wrong = np.flatnonzero((here != load.there) & (here != 0) & (load.there != 0))
+        self._right |= {(page.group.index, page.block): n for page, n in zip(load.pages, here.tolist(), strict=True)}
         elsewhere = np.full(len(load.pages), -1, np.int64)
         for at in wrong[here[wrong] == load.before[wrong]].tolist():
             elsewhere[at] = self._search(load, at)
@@ -160,15 +213,24 @@ class ConnectorCopies:
 
     def before_model(self, names: Sequence[str], tables: Sequence[tuple[Any, int]]) -> None:
         """Record the loads for a step's requests that have ended, and those that land late."""
-        try:
+
+        def record() -> None:
             self._record_late()
             if self._landed:
                 rows = [on_host(table[: len(names)], wait=True) for table, _ in tables]
                 self._flush(
                     ["", *names], {name: [set(table[r].tolist()) for table in rows] for r, name in enumerate(names)}
                 )
+
+        self.guarded(record)
+
+    def guarded(self, act: Callable[..., None], *args: Any) -> None:
+        """Do something; once that or a hook has failed, nothing more is recorded of the connector."""
+        try:
+            if not self._failed:
+                act(*args)
         except Exception as error:  # noqa: BLE001  # the forwards go on without it
-            self._fault("before_model", error)
+            self._fault(act.__name__, error)
 
     def _record_late(self) -> None:
         """Record what has landed late."""
@@ -188,10 +250,7 @@ class ConnectorCopies:
         held = [set[int]() for _ in self._layout.groups]
         for index, loaded in slots:
             held[index].update((loaded // self._layout.groups[index].block_size).tolist())
-        try:
-            self._flush([name], {name: held})
-        except Exception as error:  # noqa: BLE001  # the forwards go on without it
-            self._fault("flush", error)
+        self.guarded(self._flush, [name], {name: held})
 
     def _flush(self, names: Sequence[str], held: dict[str, list[set[int]]]) -> None:
         """Record the loads for certain requests ("" for any) that have ended; `held` are their blocks in each group."""
@@ -274,9 +333,11 @@ class ConnectorCopies:
             mine = [page.block for page in load.pages]  # and where it came from, which may hold it still
             mine.append(self._pages.find(self, load.pages[at])[1])
             blocks = np.setdiff1d(np.concatenate([changed, unknown]) // group.block_size, mine)
-            found = self.hash_here([Page(group, block, "") for block in blocks.tolist()]) == load.there[at]
+            # What another load has brought is not this one's.
+            blocks = [b for b in blocks.tolist() if self._right.get((group.index, b)) != load.there[at]]
+            found = self.hash_here([Page(group, block, "") for block in blocks]) == load.there[at]
             if found.any():
-                return int(blocks[found][0]) * group.block_size
+                return int(blocks[int(found.argmax())]) * group.block_size
         return -1
 
     def _record(

@@ -6,11 +6,10 @@ cache: all of them are taken for loaded, if they can have been.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from .....kernels.arrays import Int64Array
 from ....capture.host_arrays import ragged_index
 from ....capture.recorder import Recorder
 from ....trace.header import NotWatched
@@ -18,7 +17,9 @@ from ....trace.schema import RECEIVE, TransferStatus
 from ...common.hooking import Around, Hook, OnFault, around, wrap_method
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest, VllmRequests, table_read
-from .copies import ConnectorCopies, HostPages
+from .copies import ConnectorCopies, ExternalSlots, HostPages
+from .landed import LandedBlocks
+from .landed import not_watched as not_watched_unknown
 from .storages import Member
 
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
@@ -32,18 +33,6 @@ def connector_of(config: Any) -> str:
     if transfer is None or getattr(transfer, "kv_role", None) == "kv_producer":
         return ""
     return str(getattr(transfer, "kv_connector", "") or "unknown")
-
-
-class ExternalSlots(NamedTuple):
-    """What is loaded for a request in one group: `slots` `[n] int64` from position `start` on.
-
-    `own` is not set if the slots are the prefix cache's, and loaded anew in passing.
-    """
-
-    group: int
-    start: int
-    slots: Int64Array
-    own: bool
 
 
 class ExternalLoads:
@@ -62,10 +51,13 @@ class ExternalLoads:
         members: Sequence[Member],
     ) -> None:
         pages = HostPages(layout)
-        self._copies = [
-            ConnectorCopies(member.storage, layout, requests, recorder, pages)
-            for member in members
-            if member.storage is not None
+        storages = dict.fromkeys(member.storage for member in members if member.storage is not None)
+        self._copies = [ConnectorCopies(storage, layout, requests, recorder, pages) for storage in storages]
+        # Of connectors that are not known, what has landed.
+        self._seen = [
+            (copies, storage)
+            for copies, storage in zip(self._copies, storages, strict=True)
+            if isinstance(storage, LandedBlocks)
         ]
         self._connector = connector
         self._groups = layout.groups
@@ -106,6 +98,8 @@ class ExternalLoads:
                 if mine.any():
                     load = ExternalSlots(group.index, int(positions[mine][0]), slots[mine], own)
                     self._loads.setdefault(name, []).append(load)
+                    for copies, seen in self._seen:
+                        copies.guarded(seen.allocated, name, load)
 
         return on_allocated
 
@@ -130,15 +124,23 @@ class ExternalLoads:
     def _over(self, name: str) -> None:
         if name in self._loads:
             self._record(name, "end")
+            self._ended(name, self._loads[name])
             for copies in self._copies:
                 copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
         self._left(name)
+
+    def _ended(self, name: str, loads: Sequence[ExternalSlots]) -> None:
+        for copies, seen in self._seen:
+            for load in loads:
+                copies.guarded(seen.ended, name, load)
 
     def left(self, name: str) -> None:
         """Forget what was going to be loaded for a request that has given its slots back."""
         self._left(name)
         for copies in self._copies:
             copies.forget(name)
+        for copies, seen in self._seen:
+            copies.guarded(seen.forget, name)
 
     def _left(self, name: str) -> None:
         self._loads.pop(name, None)
@@ -168,6 +170,8 @@ class ExternalLoads:
     def before_model(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
         """Record what has been loaded for the requests of a step, or may have been for those that are new in it."""
         self._make_unknown(step, output, requests)
+        for copies, seen in self._seen:
+            copies.guarded(seen.before_model, step, requests)
         for copies in self._copies:
             copies.before_model(step.names, step.tables)
 
@@ -191,9 +195,9 @@ class ExternalLoads:
                 slots = read.slots[ragged_index(offsets[r : r + 1], read.counts[r : r + 1])]
                 slots = slots[slots >= group.block_size]
                 if slots.size:
-                    self._receive(
-                        "end", ExternalSlots(group.index, int(step.prefix[r]) - slots.size, slots, own=False), -1
-                    )
+                    load = ExternalSlots(group.index, int(step.prefix[r]) - slots.size, slots, own=False)
+                    self._receive("end", load, -1)
+                    self._ended(step.names[r], [load])
 
 
 def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list[NotWatched]:
@@ -201,6 +205,11 @@ def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list
     transfer = getattr(config, "kv_transfer_config", None)
     entries = []
     for member in members:
+        own = member.name if len(members) > 1 else getattr(transfer, "kv_connector", None) or "unknown"
+        name = f"KV connector {own}"
+        if isinstance(member.storage, LandedBlocks):
+            entries += not_watched_unknown(name, loads=bool(connector_of(config)))
+            continue
         if member.storage is not None:
             reasons = {
                 "slots": "what it loads and did not store in this recording is unknown until a forward writes the slot"
@@ -211,7 +220,5 @@ def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list
             reasons = {"other": "what it stores elsewhere is not compared"}
             if connector_of(config):
                 reasons = {"slots": "what it loads is unknown until a forward writes the slot", **reasons}
-        own = member.name if len(members) > 1 else getattr(transfer, "kv_connector", None) or "unknown"
-        name = f"KV connector {own}"
         entries += [NotWatched(what=what, name=name, reason=reason) for what, reason in reasons.items()]
     return list(dict.fromkeys(entries))

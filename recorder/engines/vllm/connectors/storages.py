@@ -8,16 +8,8 @@ import numpy as np
 
 from ...common.hooking import Finish
 from ..layout import VllmGroup, VllmLayout
-from .copies import Bytes, ConnectorCopies, LoadJob, Page, Storage
-
-
-def as_bytes(tensor: Any) -> Any:
-    """Return a tensor of the host's memory as a numpy view of its elements' bits, None for one of a device's."""
-    import torch
-
-    if tensor.device.type != "cpu":
-        return None
-    return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
+from .copies import Bytes, ConnectorCopies, LoadJob, Page, Storage, as_bytes
+from .landed import LandedBlocks
 
 
 class StepStorage:
@@ -223,7 +215,7 @@ class OffloadedBlocks:
 
 
 class Member(NamedTuple):
-    """A connector, by its class's name; `storage` is what is known of it, None if it is not known."""
+    """A connector, by its class's name; `storage` is what is known of it, None if nothing can be."""
 
     name: str
     storage: Storage | None
@@ -231,7 +223,8 @@ class Member(NamedTuple):
 
 def members_of(runner: Any, layout: VllmLayout) -> list[Member]:
     """Return the connector of a runner's process; of vLLM's `MultiConnector`, those that it passes everything on to."""
-    if getattr(runner.vllm_config, "kv_transfer_config", None) is None:
+    transfer = getattr(runner.vllm_config, "kv_transfer_config", None)
+    if transfer is None:
         return []
     module: Any = sys.modules.get("vllm.distributed.kv_transfer")
     connector: Any = module.get_kv_transfer_group() if module is not None and module.has_kv_transfer_group() else None
@@ -239,7 +232,10 @@ def members_of(runner: Any, layout: VllmLayout) -> list[Member]:
     members = getattr(connector, "sub_connectors", None)
     if members is None and type(connector).__name__ == "MultiConnector":
         members = connector._connectors
-    return [Member(type(one).__name__, _storage_of(one, layers, layout)) for one in members or [connector]]
+    landed = LandedBlocks(connector, layers, layout)
+    loads = connector is not None and getattr(transfer, "kv_role", None) != "kv_producer"
+    unknown = landed if loads and all(map(landed.layers_here, layout.groups)) else None
+    return [Member(type(one).__name__, _storage_of(one, layers, layout) or unknown) for one in members or [connector]]
 
 
 def _storage_of(connector: Any, layers: Any, layout: VllmLayout) -> Storage | None:

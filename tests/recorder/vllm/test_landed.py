@@ -1,0 +1,146 @@
+"""Loads of a connector that is not known: what lies in the slots says whether they hold what was computed for the tokens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, ExternalSlots
+from kvcanary.recorder.engines.vllm.connectors.landed import LandedBlocks
+from kvcanary.recorder.engines.vllm.step import VllmRequest
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.reader import read_trace
+
+from .groups import group
+
+BLOCKS, SIZE = 8, 4
+Kv = torch.Tensor
+
+
+class Connector:
+    """Its saves and loads are nobody's business; `failed` is what it says that it has not loaded."""
+
+    failed: set[int] = set()  # noqa: RUF012
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.failed
+
+
+class Played:
+    def __init__(self, path: Path) -> None:
+        self.path, self.connector, self.requests = path, Connector(), dict[str, VllmRequest]()
+        self.kv = torch.zeros(2, BLOCKS, 2, SIZE, 8)
+        own = replace(group(SIZE), num_blocks=BLOCKS, host_num_slots=40 * SIZE, layers=("a", "b"))
+        pool = PoolGroup(name="full", num_slots=BLOCKS * SIZE, page_size=SIZE, host_num_slots=40 * SIZE)
+        self.recorder = Recorder(path, TraceHeader(groups=(pool,), tables=(StateTable(rows=4, width=32),)))
+        kept = SimpleNamespace(copied=lambda *_, **__: None)
+        layout: Any = SimpleNamespace(groups=[own], kv=kept)
+        layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in zip("ab", self.kv, strict=True)}
+        self.landed = LandedBlocks(self.connector, layers, layout)
+        requests: Any = self.requests
+        copies = ConnectorCopies(self.landed, layout, requests, self.recorder)
+        self.faults: list[Exception] = []
+        copies.attach(lambda _, error: self.faults.append(error))
+
+    def step(self, name: str, tokens: list[int], block: int, *, prefix: int = 0, then: Any = None) -> None:
+        """A forward of a request with one block, computing what lies behind its prefix; `then` happens in its midst."""
+        if name not in self.requests:
+            self.requests[name] = VllmRequest(name)
+            self.requests[name].begin(tokens)
+        written = np.arange(block * SIZE + prefix, block * SIZE + len(tokens)) if prefix < SIZE else np.array([28])
+        step: Any = SimpleNamespace(
+            names=(name,),
+            prefix=np.array([prefix]),
+            extend=np.array([len(tokens) - prefix]),
+            tables=((torch.tensor([[block, 7]]), SIZE),),
+            written=(written,),
+        )
+        self.landed.before_model(step, [self.requests[name]])
+        if prefix < SIZE:
+            self.kv[:, block] = torch.tensor(tokens[:SIZE], dtype=torch.float32)[:, None]
+        if then is not None:
+            then(self.kv)
+        self.connector.wait_for_save()
+        self.connector.get_block_ids_with_load_errors()
+
+    def load(self, name: str, tokens: list[int], block: int, *lands: Callable[[Kv], None]) -> None:
+        """A load of one block for a request that is new; then steps of it, in whose midst the rest of `lands` happens."""
+        loaded = ExternalSlots(0, 0, np.arange(block * SIZE, (block + 1) * SIZE), own=True)
+        self.landed.allocated(name, loaded)
+        lands[0](self.kv)
+        self.landed.ended(name, loaded)
+        for number in range(3):
+            self.step(name, tokens, block, prefix=SIZE, then=(*lands, None, None, None)[number + 1])
+
+    def events(self) -> list[tuple[str, int, int]]:
+        """Return note, page and slots of what was recorded."""
+        assert not self.faults
+        self.recorder.close()
+        copies = [event for event in read_trace(self.path) if event.kind == "kv_copy"]
+        ends = [("src", "dst")[event.scalar("note") == "seen"] for event in copies]
+        return [
+            (str(e.scalar("note")), int(e.ints(f"copy_{end}")[0]) // SIZE, int(e.ints("copy_count")[0]))
+            for e, end in zip(copies, ends, strict=True)
+        ]
+
+
+def copy(src: int) -> Callable[[Kv], None]:
+    """Return a load of what lies in another block."""
+
+    def act(kv: Kv) -> None:
+        kv[:, 5] = kv[:, src]
+
+    return act
+
+
+def nothing(_: Kv) -> None:
+    pass
+
+
+def other_order(kv: Kv) -> None:
+    kv[:, 5] = kv[:, 1].flip(2)
+
+
+def of_another_engine(kv: Kv) -> None:
+    kv[:, 5] = kv[:, 1] + 0.5
+
+
+RIGHT, OTHER = ("load-back", 1, SIZE), ("load-back", 2, SIZE)
+NOTHING, LATE = ("not loaded", 1, 0), ("landed late", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("lands", "found"),
+    [
+        ([copy(1)], [RIGHT]),
+        ([nothing, copy(1)], [RIGHT]),  # layer by layer
+        ([copy(2)], [OTHER]),
+        ([nothing], [NOTHING]),
+        ([nothing, nothing, copy(1)], [NOTHING, LATE]),
+        ([other_order], [NOTHING]),
+        ([of_another_engine], []),
+        ([copy(1), of_another_engine], [RIGHT, ("changed", 1, 0)]),
+    ],
+    ids=["right", "by layers", "other prefix", "nothing", "late", "other order", "another engine", "overwritten"],
+)
+def test_what_has_landed(tmp_path: Path, lands: list[Callable[[Kv], None]], found: list[tuple[str, int, int]]) -> None:
+    played = Played(tmp_path / "t.arrow")
+    played.step("one", [3, 4, 5, 6], 1)
+    played.step("two", [7, 8, 9, 6], 2)
+    played.load("three", [3, 4, 5, 6, 11], 5, *lands)
+    assert played.events() == [("seen", 1, SIZE), ("seen", 2, SIZE), *found]
+
+
+def test_a_block_that_was_said_to_have_failed_is_unknown(tmp_path: Path) -> None:
+    played = Played(tmp_path / "t.arrow")
+    played.step("one", [3, 4, 5, 6], 1)
+    played.load("two", [3, 4, 5, 6, 11], 5, nothing, lambda _: played.connector.__setattr__("failed", {5}))
+    assert [note for note, *_ in played.events()] == ["seen"]
