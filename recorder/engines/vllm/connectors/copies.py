@@ -334,10 +334,10 @@ class ConnectorCopies:
             mine.append(self._pages.find(self, load.pages[at])[1])
             blocks = np.setdiff1d(np.concatenate([changed, unknown]) // group.block_size, mine)
             # What another load has brought is not this one's.
-            blocks = [b for b in blocks.tolist() if self._right.get((group.index, b)) != load.there[at]]
-            found = self.hash_here([Page(group, block, "") for block in blocks]) == load.there[at]
+            others = [b for b in blocks.tolist() if self._right.get((group.index, b)) != load.there[at]]
+            found = self.hash_here([Page(group, block, "") for block in others]) == load.there[at]
             if found.any():
-                return int(blocks[int(found.argmax())]) * group.block_size
+                return int(others[int(found.argmax())]) * group.block_size
         return -1
 
     def _record(
