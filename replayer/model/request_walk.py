@@ -78,6 +78,9 @@ class RequestWalk(RecordedState):
         self.forwards = 0
         self._held: dict[int, _Held] = {}
         self.logprobs: list[SampledLogprob] = []
+        self._drafts: dict[
+            int, tuple[int, Int64Array]
+        ] = {}  # by event of a verify forward: where it begins, and what it was fed
         self._samples_at: dict[int, tuple[int, int, int]] = {}  # by forward: event, place in its batch, next position
 
     def walk(self, paths: Sequence[Path]) -> None:
@@ -203,7 +206,10 @@ class RequestWalk(RecordedState):
         prefix = int(forward.prefix_lens[r])
         self.fed.update(zip(range(prefix, prefix + end - begin), forward.input_ids[begin:end].tolist(), strict=True))
         # What a verify forward accepts follows its first token.
-        follows = 1 if forward.mode == "target_verify" else end - begin
+        verifies = forward.mode == "target_verify"
+        follows = 1 if verifies else end - begin
+        if verifies:
+            self._drafts[forward.event] = prefix, forward.input_ids[begin:end].copy()
         self._samples_at[forward.forward] = forward.event, r, prefix + follows
         fed = forward.positions[begin:end]
         for at in np.flatnonzero(fed != prefix + np.arange(end - begin))[:1].tolist():
@@ -211,6 +217,19 @@ class RequestWalk(RecordedState):
         if self.tables.truth is not None and forward.truth_lens is not None:
             known = self.tables.truth[int(forward.req_pool_indices[r]), : int(forward.truth_lens[r])].astype(np.int64)
             self.truth = known if len(known) >= len(self.truth) else self.truth
+
+    def leave_out_rejected(self, tokens: Int64Array) -> None:
+        """Forget what verify forwards wrote for drafts that the request, of `tokens` `[n]`, has not got, and behind them."""
+        for at, seen in enumerate(self.seen):
+            prefix, fed = self._drafts.get(seen.event, (0, tokens[:0])) if seen.wrote else (0, tokens[:0])
+            got = tokens[prefix : prefix + len(fed)]
+            rejected = np.flatnonzero(fed[: len(got)] != got)
+            rejected = rejected[rejected > 0]  # the first is no draft
+            if len(rejected):
+                kept = seen.positions < prefix + int(rejected[0])
+                parts = {name: getattr(seen, name)[kept] for name in ("positions", "slots", "writers", "records")}
+                lists = {name: [one[kept] for one in getattr(seen, name)] for name in ("data", "changed")}
+                self.seen[at] = seen._replace(**parts, **lists)
 
     def starts(self, size: int) -> Int64Array:
         """Return where the chunks begin in which a request's first `size` positions were computed, 0 first."""

@@ -148,6 +148,7 @@ def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
         raise TraceError(
             f"{paths[0]}: the first token of {name} is in no forward and in no truth tokens, so nothing can be computed"
         )
+    walk.leave_out_rejected(tokens)
     short = max(walk.fed) + 1 - len(tokens)
     if short:
         found.not_compared.append(f"{short:,} positions from {len(tokens):,} on: a token before them is unknown")

@@ -144,6 +144,17 @@ def test_log_probabilities_say_what_was_not_captured(checkpoint, tmp_path, kind,
         assert shown.exit_code == 1 and "ELSEWHERE" in shown.stdout and "12 differ" in shown.stdout
 
 
+def test_drafts_that_were_rejected_are_no_part_of_the_request():
+    path = DATA / "sglang" / "kv_used_eagle_h200.arrow"
+    walk = RequestWalk(SegmentStream([path]).header, "4767288543121971238")
+    walk.walk([path])
+    tokens, written = walk.tokens(), []
+    for _ in range(2):
+        written.append(sorted(p for seen in walk.seen if seen.wrote for p in seen.positions.tolist()))
+        walk.leave_out_rejected(tokens)
+    assert len(written[0]) > len(tokens) and written[1] == list(range(len(tokens)))
+
+
 def test_a_request_that_is_not_there_is_said(checkpoint):
     asked = [str(DATA / "clean_llama.arrow"), "--request", "nobody", "--model", str(checkpoint)]
     done = CliRunner().invoke(rerun_command, asked)
