@@ -227,9 +227,14 @@ class RequestWalk(RecordedState):
             rejected = rejected[rejected > 0]  # the first is no draft
             if len(rejected):
                 kept = seen.positions < prefix + int(rejected[0])
-                parts = {name: getattr(seen, name)[kept] for name in ("positions", "slots", "writers", "records")}
-                lists = {name: [one[kept] for one in getattr(seen, name)] for name in ("data", "changed")}
-                self.seen[at] = seen._replace(**parts, **lists)
+                self.seen[at] = seen._replace(
+                    positions=seen.positions[kept],
+                    slots=seen.slots[kept],
+                    writers=seen.writers[kept],
+                    records=seen.records[kept],
+                    data=[one[kept] for one in seen.data],
+                    changed=[one[kept] for one in seen.changed],
+                )
 
     def starts(self, size: int) -> Int64Array:
         """Return where the chunks begin in which a request's first `size` positions were computed, 0 first."""
