@@ -59,6 +59,8 @@ class Server:
     def swap(self, adapter: str) -> bool:
         """Have an adapter unloaded, and the next one's folder loaded under its name; False if the server does not do that."""
         names = list(self._folders)
+        if adapter not in names:  # of a workload that another server was asked
+            return False
         self._folders[adapter] = folder = self._folders[names[(names.index(adapter) + 1) % len(names)]]
         prefix, loaded = "" if self._is_sglang else "/v1", {"lora_name": adapter, "lora_path": folder}
         done = [

@@ -86,6 +86,7 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
             Step(do="pause", at_ms=1, process=2, for_ms=30),
             Step(do="flush"),
             Step(do="swap", adapter="tuned"),
+            Step(do="swap", adapter="not served"),
             Step(do="ask", name="d", prompt=[7] * 60, max_tokens=2),
         ]
         asker = Asker(server, steps, lambda *given: paused.append(given))
@@ -93,7 +94,7 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
             time.sleep(0.01)
         httpd.shutdown()
     assert (
-        asker.counts == {"answered": 2, "left": 1, "flushed": 1, "swapped": 1, "refused": 1}
+        asker.counts == {"answered": 2, "left": 1, "flushed": 1, "swapped": 1, "not swapped": 1, "refused": 1}
         and "too long" in asker.refusal
     )
     assert paused == [(2, 0.03)]
