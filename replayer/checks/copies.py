@@ -142,6 +142,7 @@ class CopyDiffers(HistoryCheck):
         def add(cause: str, slot: int, said: str = "", since: int = -1) -> None:
             found.setdefault((cause, said or LOADS[cause], since), []).append(slot)
 
+        meant = {int(lay): int(to) for lay, to in zip(there[mine], dst[mine], strict=True) if lay}
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i]))) if src[i] else None
             slot, came, lay = int(dst[i]), int(here[i]), int(there[i])
@@ -158,6 +159,9 @@ class CopyDiffers(HistoryCheck):
                 cause = "other_order" if (came ^ lay) & _LOW == 0 else "loaded_wrong"
                 if came == before[i]:
                     cause = "nothing_landed" if landed[i] < 0 else "landed_elsewhere"
+                elif came in meant:
+                    add("landed_elsewhere", slot, f"was loaded, and holds what slot {meant[came]} was to get")
+                    continue
                 add(cause, slot)
                 if cause == "landed_elsewhere":
                     add(cause, int(landed[i]), "was overwritten by a load for another slot")

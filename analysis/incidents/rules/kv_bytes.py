@@ -63,15 +63,16 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
         said += f"written when it was sent, before {damaged.when}"
         return cluster.diagnosis(0.85, said, damaged)
     sign = cluster.only_kv_hash()
-    if sign is None:
-        return None
+    if sign is None or (cluster.written_again(sign) or (-1, -1))[0] == sign.event:
+        return None  # the forward itself writes the slot, for another position
     change, filled = cluster.last(sign, "changed"), cluster.filled(sign)
     score = 0.9 if len(cluster.places()) == 1 else 0.72
     if (filled is not None and filled.what in ("copied", "loaded")) or two_owners(cluster, sign) is not None:
         score = 0.6  # what brought it, or who else writes it, is likelier
     noticed = ""
     if change is not None:
-        noticed = f"; the change was seen in event {change.event}"
+        many = f", of {change.together} slots at once" if change.together > 1 else ""
+        noticed = f"; the change was seen in event {change.event}{many}"
         if change.twin != (-1, -1):
             score -= 0.25
             noticed += f", with the bytes written to slot {change.twin[1]} in event {change.twin_event}"

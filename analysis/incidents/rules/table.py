@@ -20,6 +20,12 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
             said = f"the table row of {other.reader} names {other.place} in {other.when}, {why}, though it had been given slots "
             said += f"enough: it {other.detail}"
             return cluster.diagnosis(0.9, said, other, *other.evidence, cause=other.event)
+    twice = next(((s, again) for s in cluster.head if s.bits and (again := cluster.named_twice(s))), None)
+    if twice is not None:
+        other, (event, position) = twice
+        said = f"the table row of {other.reader} names slot {other.slot} for position {other.position} and for position {position}, "
+        said += f"which was written over it in event {event}; it had been given slots enough for both, and the row leaves some out: "
+        return cluster.diagnosis(0.9, f"{said}read in {other.when}", other, event, cause=event)
     emptied = cluster.finding("padding_slot_read")
     change = cluster.rewrite_of(emptied) if emptied is not None else None
     if emptied is not None and change is not None and not cluster.window(emptied) and not cluster.is_sliding(emptied):

@@ -101,6 +101,17 @@ def test_a_load_that_lands_elsewhere(copies: Copies, tmp_path: Path) -> None:
     assert incidents == ["load_landed_elsewhere"]
 
 
+def test_a_load_whose_pages_are_shifted(copies: Copies, tmp_path: Path) -> None:
+    there, here, before, landed = (
+        np.array(ends) for ends in ([RIGHT, OTHER], [EMPTY, RIGHT], [EMPTY, EMPTY], [-1, -1])
+    )
+    ends = CopyEnds(there, here, before, landed=landed)
+    copies.recorder.kv_copy(group=0, src=[4, 8], dst=[12, 16], count=[PAGE, PAGE], request_id=7, ends=ends, **LOAD)
+    findings, incidents = copies.found(tmp_path / "r")
+    assert {(slot, cause) for _, cause, slot in findings} == {(12, "nothing_landed"), (16, "landed_elsewhere")}
+    assert incidents == ["load_landed_elsewhere"]
+
+
 @pytest.mark.parametrize("count", [0, PAGE], ids=["seen", "loaded anew"])
 def test_a_load_that_lands_late(copies: Copies, tmp_path: Path, count: int) -> None:
     copies.copy(4, 12, (RIGHT, EMPTY, EMPTY), **LOAD)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ import pytest
 from kvcanary.analysis import build_store, open_report
 from kvcanary.analysis.incidents.cluster import BRANCHES
 from kvcanary.analysis.incidents.finding import find_incidents, write_incidents
-from kvcanary.analysis.incidents.rules import RULES
+from kvcanary.analysis.incidents.rules import RULES, UNKNOWN
 from kvcanary.analysis.store.sources import find_sources
 
 # kind: the lab's fault, its configuration, and a seed in which it has an effect
@@ -79,6 +80,16 @@ IN_THE_CORPUS = {
 BESIDE_FORWARDS = {"load_landed_elsewhere", "read_before_landed"}
 # ... and that of bytes that a model computes, which the simulated engine has not: test_token_bytes.py, test_model_bytes.py.
 OF_A_MODEL = {"computed_with_other_weights", "not_of_the_model"}
+
+
+def test_every_rule_has_its_like_named():
+    page = Path(__file__).parents[3] / "docs" / "reference" / "incidents.md"
+    rows = [
+        line.split("|") for line in page.read_text().splitlines() if line.startswith("| `") and line.count("|") == 5
+    ]
+    likes = {row[1].strip(" `"): set(re.findall(r"`(\w+)`", row[4])) for row in rows}
+    assert likes.keys() == {*RULES, UNKNOWN}
+    assert {kind for kind, named in likes.items() if not named & RULES.keys() - {kind}} == {UNKNOWN}
 
 
 def test_every_rule_has_a_trial():
