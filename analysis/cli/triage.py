@@ -115,6 +115,7 @@ def _lines(source: Source, found: Triage, asked: dict[int, Asked], show_sql: boo
     from ..store.triage import lost_line
 
     lines = [f"report  {printable(str(source.report))}   {found.violations:,} violations, {found.findings:,} findings"]
+    lines += _shrunk_line(source)
     if len(asked) > 1:
         for row in found.incidents:
             one = asked[row["incident"]]
@@ -138,6 +139,22 @@ def _lines(source: Source, found: Triage, asked: dict[int, Asked], show_sql: boo
     lines += [printable(f"lost    {lost_line(row)}") for row in found.lost]
     lines.append(f"next    kvcanary sql {printable(shlex.quote(str(source.report)))}")
     return lines
+
+
+def _shrunk_line(source: Source) -> list[str]:
+    """Say that what follows speaks of a part of a recording, and not in the recording's own names and numbers."""
+    from ...recorder.errors import TraceError
+    from ...recorder.trace.reader import TraceReader
+
+    try:
+        with TraceReader(source.files[0]) as reader:
+            shrunk = reader.header.shrunk
+    except (IndexError, TraceError):
+        return []
+    if shrunk is None:
+        return []
+    part = f"a part of {shrunk.events:,} events that kvcanary shrink cut out"
+    return [f"shrunk  {part}: requests, tokens and slots have new names, forwards their numbers"]
 
 
 def _first_line(first: dict[str, Any] | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,9 +12,11 @@ from kvcanary.analysis import open_report
 from kvcanary.analysis.errors import AnalysisError
 from kvcanary.analysis.store.library import sql_sections
 from kvcanary.analysis.store.triage import ANSWERS, fill, lost_line, triage
+from kvcanary.recorder.trace.header import Shrunk
 
 from ..support.commands import run
 from ..support.places import DATA
+from ..support.raw_traces import read_raw, write_raw
 
 QUESTIONS = [
     "held this slot before",
@@ -136,6 +139,16 @@ def test_the_command(report):
                 else rows
             )
             assert again == rows
+
+
+def test_a_shrunk_trace_is_said_to_be_one(report, tmp_path):
+    folder, trace = report("table_swap"), tmp_path / "table_swap.arrow"
+    assert "\nshrunk  " not in run("triage", folder).stdout
+    header, events = read_raw(trace)
+    trace.unlink()
+    write_raw(trace, replace(header, shrunk=Shrunk(events=1234)), events)
+    line = "shrunk  a part of 1,234 events that kvcanary shrink cut out: requests, tokens"
+    assert line in run("triage", folder).stdout
 
 
 def test_incidents_are_cited(report):
