@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, ExternalSlots
+from kvcanary.recorder.engines.vllm.connectors.external import ExternalLoads
 from kvcanary.recorder.engines.vllm.connectors.landed import LandedBlocks
 from kvcanary.recorder.engines.vllm.step import VllmRequest
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
@@ -42,7 +43,8 @@ class Played:
         pool = PoolGroup(name="full", num_slots=BLOCKS * SIZE, page_size=SIZE, host_num_slots=40 * SIZE)
         self.recorder = Recorder(path, TraceHeader(groups=(pool,), tables=(StateTable(rows=4, width=32),)))
         kept = SimpleNamespace(copied=lambda *_, **__: None)
-        layout: Any = SimpleNamespace(groups=[own], kv=kept)
+        self.layout: Any = SimpleNamespace(groups=[own], kv=kept)
+        layout = self.layout
         layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in zip("ab", self.kv, strict=True)}
         self.landed = LandedBlocks(self.connector, layers, layout)
         requests: Any = self.requests
@@ -144,3 +146,18 @@ def test_a_block_that_was_said_to_have_failed_is_unknown(tmp_path: Path) -> None
     played.step("one", [3, 4, 5, 6], 1)
     played.load("two", [3, 4, 5, 6, 11], 5, nothing, lambda _: played.connector.__setattr__("failed", {5}))
     assert [note for note, *_ in played.events()] == ["seen"]
+
+
+def test_blocks_that_the_scheduler_hears_have_failed_are_recorded(tmp_path: Path) -> None:
+    played = Played(tmp_path / "t.arrow")
+    requests: Any = played.requests
+    external = ExternalLoads("NixlConnector", played.layout, requests, played.recorder, None, [])
+    external.on_finished(SimpleNamespace(finished_recving=None, invalid_block_ids={0, 3, 6, BLOCKS}))
+    played.recorder.close()
+    failed = next(event for event in read_trace(played.path) if event.kind == "transfer")
+    assert (failed.scalar("status"), failed.scalar("mode"), failed.scalar("peer")) == (
+        "failed",
+        "receive",
+        "NixlConnector",
+    )
+    assert failed.ints("slot_start").tolist() == [3 * SIZE, 6 * SIZE]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....capture.host_arrays import ragged_index
+from ....capture.host_arrays import ragged_index, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.header import NotWatched
 from ....trace.schema import RECEIVE, TransferStatus
@@ -120,6 +120,12 @@ class ExternalLoads:
         """Record loads that are over, before their slots are used or given back; a load that failed fills slots too."""
         for name in getattr(output, "finished_recving", None) or ():
             self._over(name)
+        failed = np.array(sorted(getattr(output, "invalid_block_ids", None) or ()), np.int64)
+        for group in self._groups if failed.size else ():  # a block is one group's; which one's is not said
+            starts = failed[(failed > 0) & (failed < group.num_blocks)] * group.block_size
+            slots = runs_to_slots(starts, np.full(starts.size, group.block_size, np.int64))
+            if slots.size:
+                self._receive("failed", ExternalSlots(group.index, 0, slots, own=False), -1)
 
     def _over(self, name: str) -> None:
         if name in self._loads:
