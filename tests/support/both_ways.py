@@ -39,6 +39,8 @@ class Replayed:
 
     def expanded(self) -> pa.Table:
         """The rows by forward."""
+        if not self.rows.num_rows:
+            return plain(VIOLATION_SCHEMA.empty_table())
         tables = list(expand_tables(read_violations(self.report / "violations.parquet"), self.traces))
         return plain(pa.concat_tables([VIOLATION_SCHEMA.empty_table(), *tables]))
 
