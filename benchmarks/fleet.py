@@ -106,11 +106,16 @@ def scaling(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], in
     rates, missed = [], 0
     for jobs in numbers:
         traces = copies(source, jobs * options.each, work / "copies")
+        os.sync()  # nothing is still being written
+        if jobs == numbers[0]:
+            fleet(traces, work, jobs, options.address, cores=jobs)  # it compiles
         run = fleet(traces, work, jobs, options.address, cores=jobs)
         rates.append(jobs * options.each / run["wall_s"])
         efficiency = rates[-1] / (rates[0] * jobs / numbers[0])
         missed |= efficiency < TARGET_EFFICIENCY
-        found[f"{jobs} workers"] = f"{run['wall_s']:.1f} s, {rates[-1]:.2f} a second, efficiency {efficiency:.0%}"
+        found[f"{jobs} workers"] = (
+            f"{run['wall_s']:.1f} s, {rates[-1]:.2f} a second, efficiency {efficiency:.0%}, CPU {run['cpu_s'] / jobs / options.each:.2f} s each"
+        )
         tell(f"{jobs}: {found[f'{jobs} workers']}")
     return found, int(missed)
 
