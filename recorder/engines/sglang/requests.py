@@ -313,6 +313,8 @@ class StepResults:
         self._later: Any = None if device is None else device.later
         self._record_sampled: Any = None if device is None else device.record_sampled
         self._read_sampled = self._sampled
+        # An oracle's tokens take the place of those of which the log-probabilities are.
+        self._sampled_by_engine = recorder.header.sampler is None and recorder.header.oracle is None
         self.last_target: RunForward | None = None
         # The result that is being taken over: its forward's number and requests, and how many tokens each had.
         self._taken: tuple[int, KnownBatch, bytes] | None = None
@@ -361,7 +363,8 @@ class StepResults:
     def _sampled(self, known: KnownBatch, before: bytes, after: bytes) -> dict[str, Any]:
         self._batches.refresh()
         tokens, lens = known.sampled(before, after)
-        said = logprobs_or_none(lambda: known.logprobs(before, tokens, lens)) if known.with_logprobs else {}
+        asked = self._sampled_by_engine and known.with_logprobs
+        said = logprobs_or_none(lambda: known.logprobs(before, tokens, lens)) if asked else {}
         return {"sampled_tokens": tokens, "sampled_lens": lens, **said}
 
     @beside

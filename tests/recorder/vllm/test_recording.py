@@ -12,6 +12,7 @@ import torch
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.engines.vllm.layout import VllmLayout
+from kvcanary.recorder.engines.vllm.logprobs import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 
@@ -134,6 +135,24 @@ def test_a_group_that_no_trace_can_hold_is_named(tmp_path: Path, monkeypatch: py
     assert [group.name for group in header.groups] == ["full"]
     assert any("MambaSpec" in note and "not recorded" in note for note in header.notes)
     assert verdict(tmp_path).verdict.value == "clean"
+
+
+@pytest.mark.parametrize(
+    ("mode", "of", "values", "begins", "said"),
+    [
+        ("processed_logprobs", [[5, 1], [6, 1], [7, 1], [9, 9]], [[-1, 0], [-2, 0], [-3, 0], [-9, 0]], [0, 1, 3], [-2, -3, np.nan]),
+        ("raw_logprobs", [], -np.arange(24.0).reshape(3, 8) / 8, None, [-14 / 8, np.nan, -22 / 8]),
+        ("raw_logprobs", "of another shape", 1, None, []),
+        ("raw_logits", [[6, 1]], [[-2, 0]], None, []),
+    ],
+)  # fmt: skip
+def test_log_probabilities_in_each_of_their_layouts(mode: str, of: Any, values: Any, begins: Any, said: Any) -> None:
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(logprobs_mode=mode)))
+    lists = SimpleNamespace(logprob_token_ids=of, logprobs=values, cu_num_generated_tokens=begins)
+    result = SimpleNamespace(req_ids=["a", "b", "c"], sampled_token_ids=[[], [6, 7], [6]], logprobs=lists)
+    step = StepLogprobs(runner)
+    found = step.of(["b", "c"], step.read(result))
+    np.testing.assert_array_equal(found.get("sampled_logprobs", []), said)
 
 
 def test_what_a_cache_of_8_bits_is_handed_is_in_the_dtype_of_the_model() -> None:
