@@ -48,6 +48,17 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     return Path(text[len("file://") :]) if found[1] == "file" else RemotePath(text)
 
 
+def arrow_file(path: Path) -> Any:
+    """Open a file for pyarrow to read; raise `OSError`.
+
+    Not as a Python file: pyarrow's threads let go of what they read of one a moment later, which aborts a process that ends
+    meanwhile. And by bytes: pyarrow takes no text that is not UTF-8.
+    """
+    import pyarrow as pa
+
+    return path.open("rb") if isinstance(path, RemotePath) else pa.OSFile(os.fsencode(path))
+
+
 def beside(path: Path) -> Path:
     """Return the folder for what is made of a file: its own, of a URL the one that this process is in."""
     return Path() if isinstance(path, RemotePath) else path.parent

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from ...kernels.arrays import Int64Array
 from ...recorder.errors import TraceError
 from ...recorder.files import is_regular, new_private_file
+from ...recorder.remote import arrow_file
 from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.header import PoolGroup
 from ...recorder.trace.reader import TraceReader
@@ -134,7 +135,7 @@ def incidents_fit(report: Path) -> bool:
 
 
 def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
-    with path.open("rb") as file:  # not by pyarrow, which takes no path that is not UTF-8
+    with arrow_file(path) as file:
         return read(file)
 
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from ...kernels.arrays import Int64Array
 from ...kernels.ops.hash.reference import splitmix64_words
+from ...recorder.remote import arrow_file
 from ...replayer.report.findings import FINDING_SCHEMA
 from ...replayer.report.violations import PARQUET_ERRORS, VIOLATION_SCHEMA
 from ..errors import AnalysisError
@@ -142,8 +143,7 @@ def count_rows(places: Places, chosen: Int64Array, of: Int64Array) -> Iterable[t
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Open a report's file; raise `AnalysisError` if it is none, or is damaged further on."""
     try:
-        # Opened here, not by pyarrow, which takes no path that is not UTF-8.
-        with path.open("rb") as file, pq.ParquetFile(file) as parquet:
+        with arrow_file(path) as file, pq.ParquetFile(file) as parquet:
             yield parquet
     except FileNotFoundError:
         raise AnalysisError(f"{path}: missing; the report is incomplete, so replay the trace again") from None

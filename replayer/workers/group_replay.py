@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from ...recorder.errors import TraceError
 from ...recorder.files import ForeignFolderError
-from ...recorder.remote import as_path
+from ...recorder.remote import arrow_file, as_path
 from ...recorder.trace.reader import TraceReader
 from ..report.report import STRETCH_PREFIX, check_report_folder, write_summary
 from ..report.summary import MAX_LISTED, Summary
@@ -339,7 +339,7 @@ def _join_divergence(summaries: Sequence[Summary], files: Sequence[Path], target
     before = dict.fromkeys(_RUNNING, 0)
     with closing(TableSink(target, DIVERGENCE_SCHEMA)) as sink:
         for summary, path in zip(summaries, files, strict=True):
-            with path.open("rb") as source, pq.ParquetFile(source) as read:
+            with arrow_file(path) as source, pq.ParquetFile(source) as read:
                 for number in range(read.num_row_groups):
                     table = read.read_row_group(number)
                     for key, count in before.items():

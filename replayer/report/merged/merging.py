@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from ....kernels.arrays import BoolArray, Int64Array
 from ....recorder.files import new_private_file
+from ....recorder.remote import arrow_file
 from ....recorder.state.forward import Forward
 from ....recorder.trace.header import TraceHeader
 from ...run.planning import Sweep
@@ -155,7 +156,7 @@ class MergingSink:
             self._partial.replace(self._path)
             return
         with (
-            self._partial.open("rb") as source,
+            arrow_file(self._partial) as source,
             pq.ParquetFile(source) as read,
             new_private_file(self._path) as target,
             pq.ParquetWriter(target, VIOLATION_SCHEMA, compression="zstd") as written,

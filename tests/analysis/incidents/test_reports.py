@@ -50,6 +50,14 @@ def test_findings_only(report):
     assert row["slots"] == [{"pool_group": 0, "start": 40, "count": 1}]
 
 
+def test_a_report_is_read_through_no_python_file(report, monkeypatch):
+    # Of such a file pyarrow's threads let go a moment later, which aborts a process that is ending.
+    opened, read = [], pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda source: opened.append(source) or read(source))
+    find_incidents(report([finding("double_free")]), [])
+    assert opened and all(isinstance(file, pa.NativeFile) and not isinstance(file, pa.PythonFile) for file in opened)
+
+
 def test_what_no_rule_knows_is_unknown_and_told(report):
     folder = report([finding("launch_missing", slot=-1, position=-1, request_id=-1, request="", detail="none ran")])
     [row] = find_incidents(folder, []).rows
