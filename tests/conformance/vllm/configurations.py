@@ -169,6 +169,8 @@ FAULTS = {
         "attention_table",
     ),
 }
+if "llama-lmcache-unknown" in SETUPS:
+    FAULTS["llama-lmcache-unknown"] = ("key_collides", "load_missing")
 SPAWNED_FAULTS = (("llama-spawned", "slot_mapping"),)
 
 

@@ -12,6 +12,7 @@ EXPECTED = {
     "load_other_block": {"load_landed_elsewhere"},
     "load_layout": {"layout_misread"},
     "load_late": {"read_before_landed"},
+    "load_missing": {"failed_load_counted_loaded"},
 }
 # The same of a connector that the recorder does not know: what it stores and what it was asked to load are not seen.
 EXPECTED_UNKNOWN = {
@@ -21,6 +22,7 @@ EXPECTED_UNKNOWN = {
     "load_other_block": {"failed_load_counted_loaded"},
     "load_layout": {"layout_misread"},
     "load_late": {"read_before_landed"},
+    "load_missing": {"failed_load_counted_loaded"},
 }
 
 

@@ -135,14 +135,16 @@ def stored_in(place: Path, connector: dict) -> dict:
 
 def generate(run: Run, folder: Path) -> None:
     """Start the engine, generate from seeded random prompts, some of which share a prefix, and shut it down."""
-    from faults import install_faults
+    from faults import install_faults, mark_all
     from vllm import LLM, SamplingParams
 
     setup = SETUPS[run.setup]
     if not setup.spawned:
         install_faults()
     if "lmcache" in run.setup:
-        import lmcache_host  # noqa: F401
+        import lmcache_host
+
+        lmcache_host.install(run.fault, mark_all)
     arguments = {
         "enable_prefix_caching": True,
         "async_scheduling": False,

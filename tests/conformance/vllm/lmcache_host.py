@@ -54,3 +54,27 @@ def make(config, metadata, *_args, **_kwargs):
 
 
 gpu_connector.CreateGPUConnector = make
+
+
+def install(fault, mark):
+    """Put one fault into this process; `mark(labels)` is called when it happens."""
+    if fault == "key_collides":  # tokens do not matter, only how many there are
+        from lmcache.v1.token_database import ChunkedTokenDatabase
+
+        hashed = ChunkedTokenDatabase._hash_tokens
+
+        def faulty_hash(database, tokens, *args, **kwargs):
+            mark({"fault": fault})
+            return hashed(database, [1] * len(tokens), *args, **kwargs)
+
+        ChunkedTokenDatabase._hash_tokens = faulty_hash
+    elif fault == "load_missing":  # each second chunk does not come, and counts as loaded
+        load, chances = HostBlocks.to_gpu, iter(range(1 << 30))
+
+        def faulty_load(connector, *args, **kwargs):
+            if next(chances) % 2:
+                load(connector, *args, **kwargs)
+            else:
+                mark({"fault": fault})
+
+        HostBlocks.to_gpu = faulty_load
