@@ -2,13 +2,13 @@
 
 import gc
 import logging
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers.recording import TransformersRecording
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
@@ -142,7 +142,7 @@ def test_an_engine_of_another_version_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.delattr(offloading_manager.OffloadingManager, "_offload_to_cpu")
     with pytest.raises(ValueError, match=r"no OffloadingManager\._offload_to_cpu"):
         attach(tmp_path / "trace.arrow")
-    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
     with pytest.raises(ValueError, match=r"^this transformers is 5\.18\.0; the adapter knows versions 5\.19 to 5\.23$"):
         attach(tmp_path / "trace.arrow")
     monkeypatch.undo()
