@@ -282,8 +282,12 @@ def given_to_another(cluster: Cluster, sign: Sign) -> Fact | None:
 
 
 def nobody_gave_it_back(cluster: Cluster, sign: Sign, again: Fact) -> bool:
-    """Whether a sign's slot was not given back before it was given out `again`, in a trace that has what others gave back."""
-    return cluster.facts.frees > 0 and not cluster.filled_between(sign, -1, again.event, "free", "evict")
+    """Whether a sign's slot was not given back before it was given out `again`, in a trace that has who held each slot."""
+    return (
+        cluster.complete
+        and cluster.facts.frees > 0
+        and not cluster.filled_between(sign, -1, again.event, "free", "evict")
+    )
 
 
 def taken_away(cluster: Cluster, sign: Sign, what: str) -> tuple[Fact | None, bool]:
