@@ -97,8 +97,7 @@ class Facts:
     by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
     something was loaded from the host for a request. `strayed` holds, by event and request, the row that a request had when it
-    was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward,
-    `frees` those in which slots were given back or evicted.
+    was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     """
 
@@ -109,7 +108,6 @@ class Facts:
     rewrites: dict[int, list[Rewrite]] = field(default_factory=lambda: defaultdict(list))
     named: dict[int, dict[int, Int64Array]] = field(default_factory=dict)
     late_samples: int = 0
-    frees: int = 0
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)

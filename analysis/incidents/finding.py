@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from ...kernels.arrays import Int64Array
 from ...recorder.errors import TraceError
-from ...recorder.files import is_regular, new_private_file
+from ...recorder.files import is_regular, new_private_file, partial_path
 from ...recorder.remote import arrow_file
 from ...recorder.trace.files import split_segment_name
 from ...recorder.trace.header import PoolGroup
@@ -94,7 +94,7 @@ def write_incidents(report: Path, found: Incidents) -> None:
     Raise `AnalysisError` if they cannot be written, or the report changed meanwhile.
     """
     schema = INCIDENT_SCHEMA.with_metadata({STAMP_KEY: _stamp(report)})
-    members, rows = (report / f"{name}.partial" for name in (MEMBERS_NAME, INCIDENTS_NAME))
+    members, rows = (partial_path(report / name) for name in (MEMBERS_NAME, INCIDENTS_NAME))
     try:
         check_report_folder(report)
         with new_private_file(members) as file, pq.ParquetWriter(file, MEMBER_SCHEMA, compression="zstd") as writer:

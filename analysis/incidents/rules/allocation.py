@@ -40,9 +40,7 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
         again = given_to_another(cluster, other)
         if again is not None:
             said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
-            never = nobody_gave_it_back(cluster, other, again)
-            said += "; the trace has what others gave back, and nobody gave back this" if never else ""
-            return cluster.diagnosis(0.68 if never else 0.58, said, other, again.event, other.event, cause=again.event)
+            return cluster.diagnosis(0.58, said, other, again.event, other.event, cause=again.event)
     doubled = cluster.finding("slot_written_twice")
     enough = doubled is not None and any(s.bits and cluster.named_twice(s) for s in cluster.signs)
     for later in cluster.signs if doubled is not None and not enough else ():
@@ -113,8 +111,7 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
         if other is not None:
             said = f"{sign.place} was given out again in event {other.event} while {sign.reader} went on using it, in "
             said += f"{sign.when}; the trace does not say who gave it back"
-            score = 0.5 if nobody_gave_it_back(cluster, sign, other) else 0.62
-            return cluster.diagnosis(score, said, sign, other.event, sign.event, cause=other.event)
+            return cluster.diagnosis(0.62, said, sign, other.event, sign.event, cause=other.event)
     first = cluster.finding("read_after_free", "read_of_foreign_slot")
     if first is None:
         return None
@@ -279,15 +276,6 @@ def given_to_another(cluster: Cluster, sign: Sign) -> Fact | None:
         elif fact.what == "alloc" and mine:
             other = fact
     return other
-
-
-def nobody_gave_it_back(cluster: Cluster, sign: Sign, again: Fact) -> bool:
-    """Whether a sign's slot was not given back before it was given out `again`, in a trace that has who held each slot."""
-    return (
-        cluster.complete
-        and cluster.facts.frees > 0
-        and not cluster.filled_between(sign, -1, again.event, "free", "evict")
-    )
 
 
 def taken_away(cluster: Cluster, sign: Sign, what: str) -> tuple[Fact | None, bool]:

@@ -44,9 +44,7 @@ class TransformersAttachment(EngineAttachment):
         self.settings: RecordingSettings | None = None  # of an operator, who may want windows
         self._options = options
         self._active = False
-        self._opening = (
-            threading.Lock()
-        )  # two engines of one process may begin at the same time, each by its own thread
+        self._opening = threading.Lock()  # two engines of one process may begin at once, each by its own thread
         self._recorders: list[Recorder] = []
         # By the engine's objects that hooks meet: processor, cache, allocators, offloading manager, scheduler.
         self._recordings: weakref.WeakKeyDictionary[Any, TransformersRecording | None] = weakref.WeakKeyDictionary()
