@@ -67,7 +67,11 @@ unreadable trace, 130 interrupted: the smallest trace so far is written. docs/gu
     help="Shrink a workload instead, by running this engine again and again.",
 )
 @click.option(
-    "--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="With --run: runs of a workload at most."
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With --run: runs in which a workload has to show it once, a smaller one twice over.",
 )
 @engine_options
 @click.option("--force", is_flag=True, help="Replace the output file if it exists.")
@@ -160,7 +164,7 @@ def _shrink_by_running(
         say(f"after     {_asked(sizes[1])}   {target}")
         why = f"; {reduction.stopped}, so there may be a smaller one" if reduction.stopped else ""
         say(f"took      {reduction.runs:,} runs of the engine{f', the last shows it in {often}' if often else ''}{why}")
-        say(f"trace     {trace}   of the smallest, whose replay has an incident of the same kind")
+        say(f"trace     {trace}   of the last run that showed it, whose replay has an incident of the same kind")
         say(f"next      kvcanary shrink {shlex.quote(str(trace))} -o small.arrow")
     if reduction.stopped == "interrupted":
         sys.exit(EXIT_INTERRUPTED)

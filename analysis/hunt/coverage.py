@@ -59,7 +59,7 @@ class Coverage:
                 self.reached["abort"] += event.scalar("note") == "cancel"
             elif event.kind == "evict":
                 self.reached["evict"] += 1
-            elif event.kind == "kv_copy":
+            elif event.kind == "kv_copy" and event.scalar("note") != "seen":  # nobody knows that it was saved
                 tiers = set(
                     zip(event.ints("copy_src_tier").tolist(), event.ints("copy_dst_tier").tolist(), strict=True)
                 )

@@ -47,7 +47,8 @@ class Reduction:
     _before: list[list[Step]] = field(default_factory=list)  # what was smallest once
 
     def reduce(self, incident: int, seconds: float) -> None:
-        """Make the workload smaller until nothing more can go, or for `seconds` behind the first run, or up to Ctrl-C.
+        """Make the workload smaller until nothing more can go, or for `seconds` behind the first run, the last runs not counted, or up
+        to Ctrl-C.
 
         Raises `NothingToShrinkError` if the whole workload does not show incident number `incident`, `EngineError` if the
         engine cannot be started, and `TraceError`.

@@ -30,6 +30,7 @@ class Server:
         self._patience_s = patience_s
         self._model, self._is_sglang = "", False
         self._folders: dict[str, str] = {}  # of adapters
+        self._swaps: Counter[str] = Counter()
 
     def is_ready(self) -> bool:
         """Whether the server answers that it is well."""
@@ -61,7 +62,8 @@ class Server:
         names = list(self._folders)
         if adapter not in names:  # of a workload that another server was asked
             return False
-        self._folders[adapter] = folder = self._folders[names[(names.index(adapter) + 1) % len(names)]]
+        self._swaps[adapter] += 1
+        folder = self._folders[names[(names.index(adapter) + self._swaps[adapter]) % len(names)]]
         prefix, loaded = "" if self._is_sglang else "/v1", {"lora_name": adapter, "lora_path": folder}
         done = [
             self._call("POST", f"{prefix}/{path}_lora_adapter", body, self._patience_s)[0]

@@ -86,6 +86,7 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
             Step(do="pause", at_ms=1, process=2, for_ms=30),
             Step(do="flush"),
             Step(do="swap", adapter="tuned"),
+            Step(do="swap", adapter="tuned"),
             Step(do="swap", adapter="not served"),
             Step(do="ask", name="d", prompt=[7] * 60, max_tokens=2),
         ]
@@ -94,7 +95,7 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
             time.sleep(0.01)
         httpd.shutdown()
     assert (
-        asker.counts == {"answered": 2, "left": 1, "flushed": 1, "swapped": 1, "not swapped": 1, "refused": 1}
+        asker.counts == {"answered": 2, "left": 1, "flushed": 1, "swapped": 2, "not swapped": 1, "refused": 1}
         and "too long" in asker.refusal
     )
     assert paused == [(2, 0.03)]
@@ -104,10 +105,11 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
     )  # behind prompt and answer of a
     assert [path for path, _ in Engine.asked if path == "/reset_prefix_cache"]
     swapped = [(path, body) for path, body in Engine.asked if path.endswith("_lora_adapter")]
-    assert swapped == [
-        ("/v1/unload_lora_adapter", {"lora_name": "tuned"}),
-        ("/v1/load_lora_adapter", {"lora_name": "tuned", "lora_path": "/b"}),
+    there_and_back = [
+        [("unload", {"lora_name": "tuned"}), ("load", {"lora_name": "tuned", "lora_path": folder})]
+        for folder in ("/b", "/a")
     ]
+    assert swapped == [(f"/v1/{path}_lora_adapter", body) for pair in there_and_back for path, body in pair]
 
 
 def test_a_server_is_started_asked_judged_and_ended(tmp_path):
