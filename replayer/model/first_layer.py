@@ -70,11 +70,10 @@ class FirstLayer:
         kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
         self._full, self._low = load_pair(path, config, dtype, device)
         self._batch = _BATCH if device == "cpu" else _BATCH_ON_GPU
-        self._of_tokens: dict[
-            tuple[str, Ranks, int], tuple[BoolArray, Expected]
-        ] = {}  # of halves that follow from the token
+        # Of halves that follow from the token.
+        self._of_tokens: dict[tuple[str, Ranks, int], tuple[BoolArray, Expected]] = {}
         self._vocabulary: dict[tuple[str, int, Ranks, int], FloatArray] = {}
-        one = self._computed(self._full, np.ones(2, np.int64), np.array([0, 7]))
+        self._one = one = self._computed(self._full, np.ones(2, np.int64), np.array([0, 7]))
         self.moves = {
             half for half, rows in one.items() if bool((rows[0] - rows[1]).abs().max() > LEAST * rows.abs().max())
         }
@@ -82,7 +81,8 @@ class FirstLayer:
         self.why_not = dict.fromkeys(self.moves if kinds & _BY_LENGTH else (), by_length)
 
     def expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
-        """Return what a rank must hold of tokens at positions `[n]`, the first `width` values of each."""
+        """Return what a rank must hold of tokens at positions `[n]`, the first `width` values of each, or all if they are fewer."""
+        width = min(width, of_rank(self._one[half], ranks).shape[1])  # MLA's rotary part lies behind the latent
         if half in self.moves or self.vocab_size * width > _MOST_KEPT:
             return self._expected(half, tokens, positions, ranks, width)
         key = (half, ranks, width)

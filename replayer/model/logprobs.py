@@ -36,11 +36,14 @@ class LogprobDiffers:
 
 @dataclass(slots=True)
 class LogprobsCompared:
-    """What came of it: `differing` in the order of the forwards; `tolerance` is what half of the tokens had at most."""
+    """What came of it: `differing` in the order of the forwards; `tolerance` is what half of the tokens had at most; of `unknown`
+    tokens the checkpoint gives NaN or infinity.
+    """
 
     compared: int = 0
     tolerance: float = 0.0
     differing: tuple[LogprobDiffers, ...] = ()
+    unknown: int = 0
 
 
 def comparable(
@@ -80,12 +83,15 @@ def compare(
     """
     if not sampled:
         return LogprobsCompared()
-    noise = np.sqrt(np.square(full - low).mean(axis=1))
-    largest = np.abs(full - full.mean(axis=1, keepdims=True)).max(axis=1)
-    tolerance = _NOISE * np.maximum(noise, np.median(noise)) + LEAST * largest
+    with np.errstate(invalid="ignore", over="ignore"):
+        noise = np.sqrt(np.square(full - low).mean(axis=1))
+        largest = np.abs(full - full.mean(axis=1, keepdims=True)).max(axis=1)
+        usual = np.median(noise[np.isfinite(noise)]) if np.isfinite(noise).any() else 0.0
+        tolerance = _NOISE * np.maximum(noise, usual) + LEAST * largest
     rows = np.searchsorted(positions, [one.position - 1 for one in sampled])
+    known = np.flatnonzero(np.isfinite(tolerance[rows]))
     found = []
-    for one, row in zip(sampled, rows.tolist(), strict=True):
+    for one, row in ((sampled[n], int(rows[n])) for n in known.tolist()):
         computed, most = float(full[row, one.token]), float(tolerance[row])
         if not abs(one.logprob - computed) <= most:
             found.append(
@@ -100,4 +106,5 @@ def compare(
                 )
             )
     found.sort(key=lambda one: (one.event, one.position))
-    return LogprobsCompared(len(sampled), float(np.median(tolerance[rows])), tuple(found))
+    half = float(np.median(tolerance[rows[known]])) if len(known) else 0.0
+    return LogprobsCompared(len(known), half, tuple(found), len(sampled) - len(known))

@@ -78,9 +78,8 @@ class RequestWalk(RecordedState):
         self.forwards = 0
         self._held: dict[int, _Held] = {}
         self.logprobs: list[SampledLogprob] = []
-        self._drafts: dict[
-            int, tuple[int, Int64Array]
-        ] = {}  # by event of a verify forward: where it begins, and what it was fed
+        # By event of a verify forward: where it begins, and what it was fed.
+        self._drafts: dict[int, tuple[int, Int64Array]] = {}
         self._samples_at: dict[int, tuple[int, int, int]] = {}  # by forward: event, place in its batch, next position
 
     def walk(self, paths: Sequence[Path]) -> None:
@@ -125,8 +124,10 @@ class RequestWalk(RecordedState):
 
     def _is_mine(self, forward: Forward, r: int) -> bool:
         request = int(forward.request_ids[r])
-        if forward.req_pool_indices[r] == 0 or request == self.request_id:
-            return bool(forward.req_pool_indices[r])
+        if forward.req_pool_indices[r] == 0 or request == -1:  # padding, and requests that nobody knows
+            return False
+        if request == self.request_id:
+            return True
         known = self.state.request_table.facts.get(request)
         named = known is not None and known.name == self.request
         if named and self._named:

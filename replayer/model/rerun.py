@@ -162,6 +162,8 @@ def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
     logprobs = compare(sampled, followed, *computed.logprobs)
     found.logprobs, found.logprobs_differing = logprobs.compared, len(logprobs.differing)
     found.logprob_tolerance = logprobs.tolerance
+    if logprobs.unknown:
+        _say(found, f"log-probabilities of {logprobs.unknown:,} tokens: the checkpoint gives NaN or infinity")
     wrong = _differing(walk, header, computed, len(tokens), found)
     found.differing = len(wrong)
     if wrong:
@@ -240,7 +242,7 @@ def _compare(
             if layer >= len(model.layers) or not len(known):
                 continue
             rows, tolerance = model.rows(layer, stream.half, header.ranks)
-            if not (finite := np.isfinite(tolerance)).all():
+            if not (finite := np.isfinite(tolerance))[seen.positions[known]].all():
                 _say(found, "positions for which the checkpoint gives NaN or infinity")
                 known = known[finite[seen.positions[known]] | changed[known]]
             columns = begins[:, None] + np.arange(got.shape[1])

@@ -10,7 +10,8 @@ from kvcanary.analysis.shrink.proof import write_part
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.recorder.trace.schema import LOGPROB_BITS, LOGPROB_KINDS
 from kvcanary.replayer.cli.rerun import rerun_command
-from kvcanary.replayer.model.request_walk import RequestWalk
+from kvcanary.replayer.model.logprobs import compare
+from kvcanary.replayer.model.request_walk import RequestWalk, SampledLogprob
 from kvcanary.replayer.model.rerun import Model
 from kvcanary.replayer.run.streams import SegmentStream
 
@@ -82,13 +83,22 @@ def test_chunks_matter_where_the_rotary_embedding_goes_by_the_length(checkpoint,
     assert off == {checkpoint: False, tmp_path: True}
 
 
-@pytest.mark.parametrize(("names", "code", "said"), [({7: "0"}, 0, "0"), ({7: "short"}, 2, "both named short")])
+@pytest.mark.parametrize(
+    ("names", "code", "said"),
+    [
+        ({7: "0"}, 0, "0"),
+        ({7: "short"}, 2, "both named short"),
+        ({7: "nobody's"}, 2, "no forward of a request nobody's"),
+    ],
+)
 def test_a_name_goes_before_a_number_and_two_of_one_name_are_refused(checkpoint, tmp_path, names, code, said):
     stream, copies = SegmentStream([DATA / "clean_llama.arrow"]), EventCopies()
     events = [copies.copy(view) for view, _ in views_of(stream.stream())]
     for event in events:
         if event.kind == "request" and event.scalars["request_id"] in names:
             event.scalars["name"] = names[event.scalars["request_id"]]
+        elif event.kind == "forward" and "nobody's" in names.values():
+            event.ints["request_ids"] = np.full_like(event.ints["request_ids"], -1)
     write_part(Part(stream.header, events, []), tmp_path / "t.arrow")
     asked = [str(tmp_path / "t.arrow"), "--json", "--request", names[7], "--model", str(checkpoint)]
     done = CliRunner().invoke(rerun_command, asked)
@@ -153,6 +163,15 @@ def test_drafts_that_were_rejected_are_no_part_of_the_request():
         written.append(sorted(p for seen in walk.seen if seen.wrote for p in seen.positions.tolist()))
         walk.leave_out_rejected(tokens)
     assert len(written[0]) > len(tokens) and written[1] == list(range(len(tokens)))
+
+
+def test_log_probabilities_of_a_model_that_gives_nan_say_nothing():
+    full = np.log(np.full((3, 4), 0.25, np.float32))
+    low = full.copy()
+    low[1] = np.nan
+    sampled = [SampledLogprob(n, n, n + 1, 2, (), float(full[n, 2]), 1) for n in range(3)]
+    found = compare(sampled, np.arange(3), full, low)
+    assert (found.compared, found.unknown, found.differing) == (2, 1, ())
 
 
 def test_a_request_that_is_not_there_is_said(checkpoint):

@@ -84,7 +84,8 @@ class TokenLists:
 
 
 # Sampling parameters of a request, and the values with which what it is sampled from is what the model gives; greedy ones have a
-# temperature of 1. `top_p` and the like leave the logits as they are on some backends, and are not looked into.
+# temperature of 1. `top_p` and the like leave the logits as they are on some backends; which one runs is not looked into, so they
+# count as a change.
 _CHANGE_NOTHING: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("temperature", "repetition_penalty", "top_p"), (1, None)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_new_tokens"), (0, None)),

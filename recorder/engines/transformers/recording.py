@@ -17,7 +17,7 @@ from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, All
 from ..common.hooking import Around, around, beside
 from ..common.injecting import Injector, Undo, injector_of, put_entry, recorder_class, undone
 from ..common.oracle import OracleSampler, force, with_oracle
-from ..common.requests import KnownRequest, RequestRows, mode_by_lens, truth_tokens
+from ..common.requests import KnownRequest, RequestRows, logprobs_or_none, mode_by_lens, truth_tokens
 from .layout import TransformersGroup, attention_input, describe_engine, table_read, written_slots
 
 
@@ -167,8 +167,12 @@ class TransformersRecording:
         sampled = io.output_ids[0, : int(sampled_lens.sum())]
         said: dict[str, Any] = {"sampled_tokens": sampled, "sampled_lens": sampled_lens, "submitted": submitted}
         if getattr(processor, "return_logprobs", False):
-            said["sampled_logprobs"] = on_host(io.output_ids[1, : sampled.shape[0]], wait=True).view(np.float32)
-            said["logprobs_kind"] = "processed" if processor.logit_processor.do_processing else "raw"
+            said |= logprobs_or_none(
+                lambda: {
+                    "sampled_logprobs": on_host(io.output_ids[1, : sampled.shape[0]], wait=True).view(np.float32),
+                    "logprobs_kind": "processed" if processor.logit_processor.do_processing else "raw",
+                }
+            )
         self.recorder.after_forward(**said)
 
     def on_update(self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> None:

@@ -50,9 +50,8 @@ def _sampled_logprobs(result: Any) -> dict[str, FloatArray]:
     of, computed = np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)
     values = np.full(flat.size, np.nan, np.float32)
     rows = ragged_index(starts, lens)
-    known = (
-        rows == np.repeat(starts, lens) if begins is None else np.ones(flat.size, np.bool_)
-    )  # a row for each request, or token
+    # A row for each request, or for each token.
+    known = rows == np.repeat(starts, lens) if begins is None else np.ones(flat.size, np.bool_)
     inside = np.flatnonzero(known & (rows < len(computed)))
     rows, mine = rows[inside], flat[inside]
     if of.ndim == 2 and of.size:

@@ -87,6 +87,8 @@ class Played:
         assert not self.faults
         self.recorder.close()
         copies = [event for event in read_trace(self.path) if event.kind == "kv_copy"]
+        for wrong in (event for event in copies if event.scalar("note") in ("not loaded", "changed")):
+            assert wrong.ints("copy_src_hash").tolist() != wrong.ints("copy_dst_hash").tolist()
         ends = [("src", "dst")[event.scalar("note") == "seen"] for event in copies]
         return [
             (str(e.scalar("note")), int(e.ints(f"copy_{end}")[0]) // SIZE, int(e.ints("copy_count")[0]))
@@ -139,6 +141,41 @@ def test_what_has_landed(tmp_path: Path, lands: list[Callable[[Kv], None]], foun
     played.step("two", [7, 8, 9, 6], 2)
     played.load("three", [3, 4, 5, 6, 11], 5, *lands)
     assert played.events() == [("seen", 1, SIZE), ("seen", 2, SIZE), *found]
+
+
+def forward(played: Played, name: str, tokens: list[int], prefix: int, blocks: list[int], slots: range) -> None:
+    """A forward of a request with several blocks, which computes what goes to `slots`."""
+    if name not in played.requests:
+        played.requests[name] = VllmRequest(name)
+        played.requests[name].begin(tokens)
+    places = {"prefix": np.array([prefix]), "extend": np.array([len(slots)]), "written": (np.array(slots),)}
+    step: Any = SimpleNamespace(names=(name,), tables=((torch.tensor([blocks]), SIZE),), **places)
+    played.landed.before_model(step, [played.requests[name]])
+    for place, slot in enumerate(slots, prefix):
+        played.kv[:, slot // SIZE, :, slot % SIZE] = (*tokens, 6)[place]
+    played.connector.wait_for_save()
+
+
+def test_what_lies_behind_a_load_that_failed_is_computed_and_not_judged(tmp_path: Path) -> None:
+    played, tokens = Played(tmp_path / "t.arrow"), list(range(3, 15))
+    forward(played, "one", tokens, 0, [1, 2, 3], range(4, 16))
+    loaded = ExternalSlots(0, 0, np.arange(16, 28), own=True)
+    played.landed.allocated("two", loaded)
+    played.connector.failed = {4}
+    played.connector.get_block_ids_with_load_errors()
+    played.landed.ended("two", loaded)
+    for prefix in range(0, 12, SIZE):
+        forward(played, "two", [*tokens, 99], prefix, [4, 5, 6, 7], range(16 + prefix, 20 + prefix))
+    assert {note for note, *_ in played.events()} == {"seen"}
+
+
+def test_a_block_that_was_filled_before_its_tokens_were_known_holds_no_others(tmp_path: Path) -> None:
+    played = Played(tmp_path / "t.arrow")
+    played.kv[:, 5] = torch.tensor([3.25, 4, 5, 0])[:, None]
+    forward(played, "one", [3, 4, 5], 3, [5, 7], range(23, 24))
+    played.step("two", [3, 4, 5, 6], 1)
+    played.load("three", [3, 4, 5, 6, 11], 5, nothing)
+    assert [note for note, *_ in played.events()].count("not loaded") == 0
 
 
 def test_a_block_that_was_said_to_have_failed_is_unknown(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ....trace.header import NotWatched
 from ...common.hooking import Finish
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest
-from .copies import LATE_STEPS, Bytes, ConnectorCopies, ExternalSlots, Page, as_bytes
+from .copies import LATE_STEPS, MAX_ENDED, Bytes, ConnectorCopies, ExternalSlots, Page, as_bytes
 
 MAX_BLOCKS: Final = 1024  # that were loaded, and are looked at again
 
@@ -44,11 +44,12 @@ def block_tokens(known: VllmRequest, size: int) -> list[tuple[bytes, bytes]]:
     """Return, for each full block of a request's tokens, the key of all up to its end and its own; up to an unknown one."""
     tokens, found = known.tokens.all(), []
     depends = [value for value in known.identity if value.kind != "salt"]
-    upto = hashlib.blake2b(repr(depends).encode(), digest_size=16)
+    upto = hashlib.blake2b(digest_size=16)
     for start in range(0, tokens.size - size + 1, size):
         mine = tokens[start : start + size]
         if (mine == UNKNOWN_TOKEN).any():
             break
+        upto.update(repr([value for value in depends if value.start < start + size]).encode())
         upto.update(own := mine.tobytes())
         found.append((upto.digest(), own))
     return found
@@ -110,13 +111,22 @@ class LandedBlocks:
         """Take note of slots that are to be loaded for a request, before they are."""
         group = self._groups[load.group]
         pages = [Page(group, block, None) for block in sorted({*(load.slots // group.block_size).tolist()})]
-        for page, found in zip(pages, self._copies.hash_here(pages).tolist(), strict=True):
-            self._before.setdefault(name, {})[group.index, page.block] = found
+        # What is the prefix cache's may well be left as it is.
+        lay = self._copies.hash_here(pages).tolist() if load.own else [0] * len(pages)
+        for page, found in zip(pages, lay, strict=True):
+            place = group.index, page.block
+            if any(place in others for others in self._before.values()):
+                self._written.pop(place, None)  # what a load that nobody waited for has brought was not looked at
+            self._before.setdefault(name, {})[place] = found
             self._failed.discard(page.block)
+        if len(self._before) > MAX_ENDED:  # of requests that have gone without having run
+            del self._before[next(iter(self._before))]
 
     def ended(self, name: str, load: ExternalSlots) -> None:
         """Take note of slots that have been loaded for a request; they are looked at when it runs next."""
         self._ended.setdefault(name, []).append(load)
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def forget(self, name: str) -> None:
         """Forget the loads for a request that has given its slots back."""
@@ -129,9 +139,9 @@ class LandedBlocks:
         self._judge()
         self._names, self._filled = step.names, []
         written = [set((slots // g.block_size).tolist()) for slots, g in zip(step.written, self._groups, strict=True)]
-        for known in requests:
+        for known, prefix in zip(requests, step.prefix.tolist(), strict=True):
             for load in self._ended.pop(known.name, ()):
-                self._look(known, load)
+                self._look(known, load, prefix)
             self._before.pop(known.name, None)
         kept = [one for one in self._landings if one.page.block not in written[one.page.group.index]]
         self._landings = kept[-MAX_BLOCKS:]
@@ -140,16 +150,20 @@ class LandedBlocks:
             for r, known in enumerate(requests):
                 first, last = (int(n) // size for n in (step.prefix[r], step.prefix[r] + step.extend[r]))
                 tokens = block_tokens(known, size) if first < last and size == group.block_size else []
-                for place, (key, own) in enumerate(tokens[first:last], first):
-                    if block := int(table[r, place]):
+                for place in range(first, last if size == group.block_size else first):
+                    block = int(table[r, place])
+                    self._written.pop((group.index, block), None)  # full; for which tokens may not be known yet
+                    if block and place < len(tokens):
+                        key, own = tokens[place]
                         self._filled.append((Page(group, block, key), own))
                         self._written[group.index, block] = key
 
-    def _look(self, known: VllmRequest, load: ExternalSlots) -> None:
-        """Record which of the blocks that were loaded hold what was computed for the same tokens."""
+    def _look(self, known: VllmRequest, load: ExternalSlots, prefix: int) -> None:
+        """Record which of the blocks that were loaded, and are read as the prefix, hold what was computed for the same tokens."""
         group, size = self._groups[load.group], self._groups[load.group].block_size
         tokens, found = block_tokens(known, size), list[Landing]()
-        for place in range(-(-load.start // size), min((load.start + load.slots.size) // size, len(tokens))):
+        end = min(load.start + load.slots.size, prefix)  # what lies behind a load that failed is computed instead
+        for place in range(-(-load.start // size), min(end // size, len(tokens))):
             block = int(load.slots[place * size - load.start]) // size
             before = self._before.get(known.name, {}).get((group.index, block), 0)
             key, own = tokens[place]
@@ -173,6 +187,8 @@ class LandedBlocks:
 
         They are that in another order; or they are what lay there before, and were written for other tokens or never.
         """
+        if one.here == right:  # its page of the host tier has gone to another key
+            return False
         group = one.page.group
         if (one.here ^ right) & 0xFFFFFFFF == 0:  # see `end_hashes`
             return True
