@@ -185,7 +185,8 @@ def test_a_writer_that_is_stuck_for_good(
     assert assert_inconclusive(tmp_path / "t.arrow").forwards == 0
     go_on.set()
     assert engine.recorder.outbox.writer.close()
-    assert assert_inconclusive(tmp_path / "t.arrow").num_losses == 1
+    # The writer takes from the queue once: before it is full, or behind a first loss.
+    assert assert_inconclusive(tmp_path / "t.arrow").num_losses in (1, 2)
 
 
 def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
