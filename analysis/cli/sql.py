@@ -47,7 +47,7 @@ Exit codes: 0 answered, 2 wrong usage, an unreadable file, or an SQL error. docs
 @click.command("sql", epilog=_EPILOG)
 @click.argument("arguments", nargs=-1, required=True, metavar='TRACE_OR_REPORT... ["SELECT ..."]')
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Of the result.")
-@click.option("-f", "--file", "script", type=GivenPath(), help="Read SQL from a file; - is stdin.")
+@click.option("-f", "--file", "script", type=GivenPath(allow_dash=True), help="Read SQL from a file; - is stdin.")
 @click.option("-o", "--output", type=GivenPath(dir_okay=False), help="Write the result to a file.")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(

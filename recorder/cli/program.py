@@ -255,6 +255,8 @@ class GivenPath(click.Path):
         """Return the path; an empty name ends the command."""
         if value == "":
             self.fail("the name is empty; is a variable of the shell unset?", param, ctx)
+        if value == "-" and not self.allow_dash:
+            self.fail("standard input and output have no name here; a file that is called - is ./-", param, ctx)
         if isinstance(found := as_path(value), RemotePath):
             if not self._url:
                 self.fail(f"{value} is a URL, expected a local name; `kvcanary ship` copies files to URLs", param, ctx)

@@ -167,10 +167,11 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 def test_an_empty_name_is_not_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = record(ToyEngine(SHAPES["full"], seed=0, forwards=6), tmp_path / "t.arrow")
     monkeypatch.chdir(tmp_path)
-    for arguments in (("",), ("--report", "", trace)):
+    empty = "the name is empty"
+    for arguments, said in ((("",), empty), (("--report", "", trace), empty), (("--report", "-", trace), "is ./-")):
         result = run_replay(*arguments)
         assert result.exit_code == 2
-        assert "the name is empty" in result.output
+        assert said in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
 
 

@@ -146,7 +146,7 @@ class TransformersAttachment(EngineAttachment):
             self._recordings[processor] = None  # whatever happens next, it is tried and logged once
             with self._opening:
                 self._open(processor)
-        recording = self._recordings[processor]
+        recording = self._recordings.get(processor)  # another engine of the process may have ended the window
         if recording is None:
             return None
         recording.before_step(processor)
