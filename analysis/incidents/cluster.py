@@ -284,25 +284,6 @@ class Cluster:
         """Return event and slot of the request's own last write of a sign's position before it."""
         return self.facts.wrote_before(sign.request_id, sign.position, sign.event)
 
-    def written_again(self, sign: Sign) -> tuple[int, int] | None:
-        """Return event and position of the request's own write of a sign's slot for another position, since it wrote the sign's."""
-        own = self.wrote(sign)
-        if own is None or own[1] != sign.slot or self.group(sign) != 0:
-            return None
-        for (request, position), writes in self.facts.wrote.items():
-            if request == sign.request_id and position != sign.position:
-                again = next((at for at, slot in writes if slot == sign.slot and own[0] <= at <= sign.event), None)
-                if again is not None:
-                    return again, position
-        return None
-
-    def named_twice(self, sign: Sign) -> tuple[int, int] | None:
-        """Return what `written_again` does if the request had been given slots enough for both: its row is wrong."""
-        again = self.written_again(sign)
-        if again is None or not self.complete or self.is_sliding(sign) or self.window(sign):
-            return None
-        return again if max(again[1], sign.position) < self.facts.holds(sign.request_id, 0, again[0]) else None
-
     def filled(self, sign: Sign) -> Fact | None:
         """Return what filled a sign's slot last, before its event."""
         return self.last(sign, "written", "copied", "loaded", "received", "receive_failed", before=sign.event)

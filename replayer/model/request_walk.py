@@ -133,7 +133,7 @@ class RequestWalk(RecordedState):
         if named and self._named:
             both = f"requests {self.request_id} and {request} are both named {self.request}"
             raise TraceError(f"{both}; name one by its number")
-        if named or (self.request_id < 0 and str(request) == self.request):
+        if named or (self.request_id == -1 and str(request) == self.request):
             self._follow(request, named=named)  # a name goes before a number: an engine's names may be numbers
             return True
         return False

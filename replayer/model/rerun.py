@@ -1,5 +1,6 @@
 """One request computed again from its tokens, by its own checkpoint, and held against what the engine had of it in its pools."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -64,8 +65,12 @@ class Rerun:
     not_compared: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
+        """Return plain JSON values, None for a number that is NaN or infinite."""
+
+        def finite(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: None if isinstance(of, float) and not math.isfinite(of) else of for name, of in fields}
+
+        return asdict(self, dict_factory=finite)
 
 
 class Model:

@@ -12,7 +12,7 @@ from kvcanary.recorder.trace.schema import LOGPROB_BITS, LOGPROB_KINDS
 from kvcanary.replayer.cli.rerun import rerun_command
 from kvcanary.replayer.model.logprobs import compare
 from kvcanary.replayer.model.request_walk import RequestWalk, SampledLogprob
-from kvcanary.replayer.model.rerun import Model
+from kvcanary.replayer.model.rerun import Differs, Model, Rerun
 from kvcanary.replayer.run.streams import SegmentStream
 
 from ..support.places import DATA
@@ -172,6 +172,13 @@ def test_log_probabilities_of_a_model_that_gives_nan_say_nothing():
     sampled = [SampledLogprob(n, n, n + 1, 2, (), float(full[n, 2]), 1) for n in range(3)]
     found = compare(sampled, np.arange(3), full, low)
     assert (found.compared, found.unknown, found.differing) == (2, 1, ())
+
+
+def test_what_is_no_number_is_null_in_json():
+    place = {"event": 1, "forward": 1, "layer": 0, "position": 0, "half": "K", "group": 0, "slot": 1, "words": ""}
+    found = Rerun(request="a", tokens=1, forwards=1, layers={0: 1}, first=Differs(**place, off=float("inf")))
+    said = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert (said["first"]["off"], said["layers"], said["logprob_tolerance"]) == (None, {"0": 1}, 0.0)
 
 
 def test_a_request_that_is_not_there_is_said(checkpoint):

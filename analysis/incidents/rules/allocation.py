@@ -42,7 +42,7 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
             said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
             return cluster.diagnosis(0.58, said, other, again.event, other.event, cause=again.event)
     doubled = cluster.finding("slot_written_twice")
-    enough = doubled is not None and any(s.bits and cluster.named_twice(s) for s in cluster.signs)
+    enough = doubled is not None and any(s.bits and named_twice(cluster, s) for s in cluster.signs)
     for later in cluster.signs if doubled is not None and not enough else ():
         own = cluster.wrote(later)
         if (
@@ -263,6 +263,27 @@ def own_free(cluster: Cluster, sign: Sign) -> Fact | None:
         return None
     left = cluster.facts.status_after(sign.request_id, freed.event)
     return None if left is not None and left.event <= sign.event else freed
+
+
+def written_again(cluster: Cluster, sign: Sign) -> tuple[int, int] | None:
+    """Return event and position of the request's own write of a sign's slot for another position, since it wrote the sign's."""
+    own = cluster.wrote(sign)
+    if own is None or own[1] != sign.slot or cluster.group(sign) != 0:
+        return None
+    for (request, position), writes in cluster.facts.wrote.items():
+        if request == sign.request_id and position != sign.position:
+            again = next((at for at, slot in writes if slot == sign.slot and own[0] <= at <= sign.event), None)
+            if again is not None:
+                return again, position
+    return None
+
+
+def named_twice(cluster: Cluster, sign: Sign) -> tuple[int, int] | None:
+    """Return what `written_again` does if the request had been given slots enough for both: its row is wrong."""
+    again = written_again(cluster, sign)
+    if again is None or not cluster.complete or cluster.is_sliding(sign) or cluster.window(sign):
+        return None
+    return again if max(again[1], sign.position) < cluster.facts.holds(sign.request_id, 0, again[0]) else None
 
 
 def given_to_another(cluster: Cluster, sign: Sign) -> Fact | None:

@@ -1,7 +1,7 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
-from .allocation import two_owners
+from .allocation import two_owners, written_again
 
 
 @rule("a KV write was lost", branch="write")
@@ -63,7 +63,7 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
         said += f"written when it was sent, before {damaged.when}"
         return cluster.diagnosis(0.85, said, damaged)
     sign = cluster.only_kv_hash()
-    if sign is None or (cluster.written_again(sign) or (-1, -1))[0] == sign.event:
+    if sign is None or (written_again(cluster, sign) or (-1, -1))[0] == sign.event:
         return None  # the forward itself writes the slot, for another position
     change, filled = cluster.last(sign, "changed"), cluster.filled(sign)
     score = 0.9 if len(cluster.places()) == 1 else 0.72

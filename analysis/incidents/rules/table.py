@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import CONTENT, POSITION, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
-from .allocation import lower_edge, own_free
+from .allocation import lower_edge, named_twice, own_free
 
 
 @rule("stale table entry", branch="table")
@@ -20,7 +20,7 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
             said = f"the table row of {other.reader} names {other.place} in {other.when}, {why}, though it had been given slots "
             said += f"enough: it {other.detail}"
             return cluster.diagnosis(0.9, said, other, *other.evidence, cause=other.event)
-    twice = next(((s, again) for s in cluster.head if s.bits and (again := cluster.named_twice(s))), None)
+    twice = next(((s, again) for s in cluster.head if s.bits and (again := named_twice(cluster, s))), None)
     if twice is not None:
         other, (event, position) = twice
         said = f"the table row of {other.reader} names slot {other.slot} for position {other.position} and for position {position}, "

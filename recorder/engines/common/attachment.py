@@ -115,12 +115,12 @@ class EngineAttachment:
     def close_behind(self, recorder: Any) -> None:
         """End a trace without the engine waiting for the disk."""
         thread = threading.Thread(target=recorder.close, name="kvcanary-close", daemon=True)
-        self._closing = [*filter(threading.Thread.is_alive, self._closing), thread]
         try:
             thread.start()
         except RuntimeError:  # the system has no more threads
-            self._closing.remove(thread)
             recorder.close(timeout=STEP_S)
+            return
+        self._closing = [*filter(threading.Thread.is_alive, self._closing), thread]
 
     def next_step(self) -> None:
         """Note that the engine begins a step; hold it there if its process is about to be killed."""

@@ -20,7 +20,7 @@ def logprobs_or_none(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what an engine says of log-probabilities, nothing if it keeps them otherwise than is known: all else is recorded."""
     try:
         return read()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  # whatever an engine's objects raise
         _warn_once(f"kvcanary: log-probabilities are not recorded: {type(error).__name__}: {error}"[:200])
         return {}
 
