@@ -67,7 +67,11 @@ def main(attention: str = "sdpa", sequences: int = 1, **more: object) -> None:
                 else:
                     asked |= {f"{name}__child#{n}" for n in range(sequences - 1)}
                 manager.add_request(
-                    texts[name], request_id=name, max_new_tokens=step["max_tokens"], streaming=leaves >= 0
+                    texts[name],
+                    request_id=name,
+                    max_new_tokens=step["max_tokens"],
+                    streaming=leaves >= 0,
+                    **step.get("fields", {}),
                 )
             elif step["do"] in ("wait", "flush"):
                 gather(names=frozenset(asked))

@@ -2,7 +2,8 @@
 
 `kvcanary hunt --script -- python examples/hunt_vllm.py MODEL [OPTIONS]` makes weights up (`load_format="dummy"`). OPTIONS is what LLM
 takes, as JSON, and `"adapters": {"name": "folder"}`. A server (`vllm serve`) needs no script; here scheduler and model are in one
-process, so that allocations, evictions and aborts are recorded on a CPU too.
+process, so that allocations, evictions and aborts are recorded on a CPU too (VLLM_ENABLE_V1_MULTIPROCESSING=1 has them apart). The
+fields of a request are those of SamplingParams, `structured_outputs`, and `priority`.
 """
 
 import json
@@ -11,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from vllm import LLM, SamplingParams  # behind the variable
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 
 
 def main(model: str, *, adapters: dict[str, str] | None = None, **more: object) -> None:
@@ -54,9 +56,14 @@ def main(model: str, *, adapters: dict[str, str] | None = None, **more: object) 
             name = step["name"]
             texts[name] = [*texts.get(before, []), *step["prompt"]]
             leaves[name] = step.get("abort_after", -1)
-            sampling = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
+            fields = dict(step.get("fields", {}))
+            priority = fields.pop("priority", 0)
+            if grammar := fields.pop("structured_outputs", None):
+                fields["structured_outputs"] = StructuredOutputsParams(**grammar)
+            greedy = {"max_tokens": step["max_tokens"], "temperature": 0, "ignore_eos": True, "detokenize": False}
+            sampling = SamplingParams(**{**greedy, **fields})
             asked = {"prompt_token_ids": texts[name]} | ({"cache_salt": step["salt"]} if step.get("salt") else {})
-            engine.add_request(name, asked, sampling, lora_request=loras.get(step.get("adapter")))
+            engine.add_request(name, asked, sampling, lora_request=loras.get(step.get("adapter")), priority=priority)
         elif step["do"] in ("wait", "flush"):
             go_on(0, *leaves)
             if step["do"] == "flush":

@@ -83,6 +83,18 @@ def _ingredients(_context: click.Context, _parameter: click.Parameter, value: st
     return named
 
 
+def _fields(_context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    read = []
+    for text in value:
+        try:
+            read.append(json.loads(text))
+        except ValueError as error:
+            raise click.BadParameter(f"{text} is no JSON: {error}") from None
+        if not isinstance(read[-1], dict):
+            raise click.BadParameter(f'{text}: expected an object, such as {{"logprobs": 2}}')
+    return tuple(read)
+
+
 @click.command("hunt", epilog=_EPILOG, context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...", type=click.UNPROCESSED)
 @click.option(
@@ -128,6 +140,16 @@ def _ingredients(_context: click.Context, _parameter: click.Parameter, value: st
     callback=lambda _context, _parameter, value: tuple(filter(None, value.split(","))),
     help="Adapters that requests may name: first,second.",
 )
+@click.option(
+    "--fields",
+    multiple=True,
+    metavar="JSON",
+    callback=_fields,
+    help="What some requests get beside the rest, as the engine names it; may be given several times.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=4, metavar="N", help="Of requests, in each run of a --script."
+)
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print what came of it as JSON.")
 def hunt_command(
@@ -139,6 +161,7 @@ def hunt_command(
     url: str,
     script: bool,
     as_json: bool,
+    rounds: int,
     **asked: Any,
 ) -> None:
     """Run COMMAND, an engine, with the recorder on, ask it generated requests, and stop at the first incident.
@@ -156,7 +179,7 @@ def hunt_command(
     if output.exists() and any(output.iterdir()):
         raise CommandError(f"{output}: is not empty; name a new folder with -o")
     prepare(*STATE_LOOPS, backend="cpu")
-    plan = Plan(command=command, script=script, url=url, patience_s=patience)
+    plan = Plan(command=command, script=script, url=url, patience_s=patience, rounds=rounds)
     console = console_for(sys.stderr)
     with errors_end(TraceError), console.status("") as status:
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,6 @@ from .run import WORKLOAD_NAME, Plan, RecordedRun
 from .workload import Limits, Step, make_round, shape
 
 _TRIES: Final = 3  # rounds that aim at a path before it is taken for one that this engine does not have
-_ROUNDS_OF_A_SCRIPT: Final = 4
 _LONGEST: Final = 256
 _EXIT_CODES: Final = {"corrupt": 1, "inconclusive": 125, "clean": 0}
 SHRUNK_TRACE: Final = "small.arrow"
@@ -57,6 +56,7 @@ class Hunt:
         vocabulary: int = 500,
         without: frozenset[str] = frozenset(),
         adapters: Sequence[str] = (),
+        fields: Sequence[Mapping[str, Any]] = (),
         workload: Sequence[Step] = (),
         told: Callable[["Hunt"], None] = lambda _: None,
     ) -> None:
@@ -68,6 +68,7 @@ class Hunt:
             longest=longest or _LONGEST,
             vocabulary=vocabulary,
             adapters=adapters,
+            fields=fields,
             jitter_ms=jitter_ms,
             without=without | {"swap"} if plan.script else without,  # an engine's own endpoint
         )
@@ -132,7 +133,7 @@ class Hunt:
     def _rounds(self) -> list[Step]:
         """Return the steps of the next round, or of some, of which a script does not start anew for each."""
         steps: list[Step] = []
-        for _ in range(_ROUNDS_OF_A_SCRIPT if self._plan.script else 1):
+        for _ in range(self._plan.rounds if self._plan.script else 1):
             self.aim = self._next_aim()
             steps += make_round(self._seed, self.rounds, self.aim, self._limits)
             self.rounds += 1

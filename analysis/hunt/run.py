@@ -43,13 +43,14 @@ class EngineError(AnalysisError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How an engine is run: a server at `url`, or with `script` a program that does the workload that `KVCANARY_WORKLOAD`
-    names and ends. `start_s` is how long an engine may take to start, `patience_s` how long nothing may come from one that
+    names and ends, of `rounds` rounds each time. `start_s` is how long an engine may take to start, `patience_s` how long nothing may come from one that
     has requests.
     """
 
     command: Sequence[str]
     script: bool = False
     url: str = ""
+    rounds: int = 4
     start_s: float = 900.0
     patience_s: float = 120.0
 

@@ -85,6 +85,9 @@ class Server:
             body |= {"detokenize": False, "return_token_ids": True}
             named = {"model": step.adapter or self._model, "cache_salt": step.salt}
         body |= {"stream": streamed} | {name: value for name, value in named.items() if value}
+        for name, value in step.fields.items():
+            inner = body.get(name)
+            body[name] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
         if streamed:
             self._leave(path, body, step)
             return None
@@ -92,6 +95,7 @@ class Server:
         if status != 200:
             raise ValueError(f"{status}: {said[:300].decode(errors='replace')}")
         answer = json.loads(said)
+        answer = answer[0] if isinstance(answer, list) else answer  # SGLang's, if several were asked for
         tokens = answer["output_ids"] if self._is_sglang else answer["choices"][0]["token_ids"]
         return [int(token) for token in tokens]
 

@@ -1,10 +1,10 @@
 """A workload: what an engine is asked, and when; as a file, and made from a seed."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of a workload file; `at_ms` counts from the beginning, or from the last `wait`.
 
     `ask` sends a prompt of token ids, behind the prompt and answer of the request `continues` if that is named; the client
-    leaves after `abort_after` tokens of the answer, 0 for at once, -1 for never. `wait` waits for all answers; so does `flush`, which
+    leaves after `abort_after` tokens of the answer, 0 for at once, -1 for never; `fields` go into the request as they are. `wait` waits for all answers; so does `flush`, which
     empties the prefix cache, and `swap`, which has `adapter` unloaded and another's folder loaded under its name. `pause` stops process number `process` of the engine for `for_ms`.
     """
 
@@ -29,6 +29,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     abort_after: int = -1
     adapter: str = ""
     salt: str = ""
+    fields: dict[str, Any] = {}
     process: int = 0
     for_ms: int = 0
 
@@ -36,7 +37,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a workload is made for: slots of the engine's pool, the longest prompt with its answer, tokens below
-    `vocabulary`, slots in a page, adapters that it serves, the longest pause of a process, ingredients to leave out.
+    `vocabulary`, slots in a page, adapters that it serves, fields of which a request may get one set, the longest pause of a
+    process, ingredients to leave out.
     """
 
     pool: int
@@ -44,6 +46,7 @@ class Limits:
     vocabulary: int
     page: int = 1
     adapters: Sequence[str] = ()
+    fields: Sequence[Mapping[str, Any]] = ()
     jitter_ms: int = 0
     without: frozenset[str] = frozenset()
 
@@ -61,6 +64,7 @@ INGREDIENTS: Final = {
     "salt": (),
     "flush": (),
     "swap": (),
+    "fields": (),
 }
 _LIKELY: Final = 0.4
 _MOST_REQUESTS: Final = 64
@@ -100,6 +104,7 @@ def make_round(seed: int, number: int, aim: str, limits: Limits) -> list[Step]:
             abort_after=leaves,
             adapter=rng.choice(["", *limits.adapters]) if "adapter" in has else "",
             salt=rng.choice(["", "a", "b"]) if "salt" in has else "",
+            fields=dict(rng.choice([{}, *limits.fields])) if "fields" in has else {},
         )
         steps.append(step)
         if leaves < 0:

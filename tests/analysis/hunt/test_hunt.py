@@ -19,7 +19,10 @@ from kvcanary.recorder.trace.reader import TraceReader
 from ...support.places import DATA
 from .served import Engine
 
-LIMITS = Limits(pool=400, longest=200, vocabulary=500, page=16, adapters=("tuned", "other"), jitter_ms=20)
+FIELDS = [{"logprobs": 2}, {"n": 2, "stream_options": {"include_usage": True}}]
+LIMITS = Limits(
+    pool=400, longest=200, vocabulary=500, page=16, adapters=("tuned", "other"), fields=FIELDS, jitter_ms=20
+)
 BAD, CLEAN = DATA / "kv_flip.arrow", DATA / "clean_llama.arrow"
 STEPS = [Step(do="ask", at_ms=n, name=f"r{n}", prompt=[3, 4, 5, 6], max_tokens=1) for n in range(4)]
 
@@ -35,6 +38,8 @@ def test_a_seed_gives_the_same_requests_and_an_aim_what_leads_there(tmp_path):
         ends[step.name] = ends[step.continues] + len(step.prompt) + step.max_tokens  # continues what does not leave
         assert len(step.prompt) > 0 and step.max_tokens > 0 and ends[step.name] <= LIMITS.longest
         assert step.abort_after < 0 or ends.pop(step.name)
+    given = [step.fields for steps in rounds for step in steps if step.do == "ask"]
+    assert all(fields in given for fields in [{}, *FIELDS]) and len(given) == sum(map(given.count, [{}, *FIELDS]))
     reached = [Counter() for _ in PATHS]
     for path, found in zip(PATHS, reached, strict=True):
         for number in range(5):
@@ -89,13 +94,14 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
             Step(do="swap", adapter="tuned"),
             Step(do="swap", adapter="not served"),
             Step(do="ask", name="d", prompt=[7] * 60, max_tokens=2),
+            Step(do="ask", name="e", prompt=[8], max_tokens=2, fields={"n": 2, "temperature": 1}),
         ]
         asker = Asker(server, steps, lambda *given: paused.append(given))
         while not asker.done:
             time.sleep(0.01)
         httpd.shutdown()
     assert (
-        asker.counts == {"answered": 2, "left": 1, "flushed": 1, "swapped": 2, "not swapped": 1, "refused": 1}
+        asker.counts == {"answered": 3, "left": 1, "flushed": 1, "swapped": 2, "not swapped": 1, "refused": 1}
         and "too long" in asker.refusal
     )
     assert paused == [(2, 0.03)]
@@ -103,6 +109,7 @@ def test_a_server_is_asked_at_the_times_and_left_where_a_step_says_so():
     assert (
         bodies[3, 4, 7, 7, 7, 5]["model"] == "tuned" and bodies[3, 4]["model"] == "m"
     )  # behind prompt and answer of a
+    assert bodies[8,]["n"] == 2 and bodies[8,]["temperature"] == 1 and bodies[8,]["max_tokens"] == 2
     assert [path for path, _ in Engine.asked if path == "/reset_prefix_cache"]
     swapped = [(path, body) for path, body in Engine.asked if path.endswith("_lora_adapter")]
     there_and_back = [
@@ -138,15 +145,20 @@ def script(tmp_path, text):
 
 
 def test_stops_at_the_first_incident_with_what_shows_it(tmp_path):
-    words = ("hunt", "--script", "--adapters", "first,second", "-o", tmp_path / "out", "--json", "--")
+    words = ("hunt", "--script", "--adapters", "first,second", "--rounds", 3, "--fields", '{"logprobs": 2}')
+    words += ("-o", tmp_path / "out", "--json", "--")
     done = run(*words, *script(tmp_path, f"cp {BAD} $KVCANARY_TRACE"))
     result = json.loads(done.stdout)
     assert done.exit_code == 1 and result["exit_code"] == 1, done.output
-    assert result["incident"]["kind"] == "kv_changed" and result["rounds"] == 4
+    assert result["incident"]["kind"] == "kv_changed" and result["rounds"] == 3
     asked = read_workload(tmp_path / "out" / "round-0000" / "workload.jsonl")
     assert {step.adapter for step in asked} == {"", "first", "second"}
     assert result["requests"] == {"given to the script": sum(step.do == "ask" for step in asked)}
     assert (tmp_path / "out" / "small.arrow").exists() and result["shrunk_trace"].endswith("small.arrow")
+    assert sorted({str(step.fields): step.fields for step in asked}.values(), key=len)[::-1] == [{"logprobs": 2}, {}]
+    for text in ("no JSON", "[2]"):
+        wrong = run("hunt", "--fields", text, "-o", tmp_path / "wrong", "--", "true")
+        assert wrong.exit_code == 2 and text in wrong.output
     again = run("hunt", "--script", "-o", tmp_path / "out", "--", "true")
     assert again.exit_code == 2 and "is not empty" in again.output
 
