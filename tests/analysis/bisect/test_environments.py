@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from kvcanary.analysis.bisect import environments
 from kvcanary.analysis.cli.bisect import bisect_command
 
-from ...support.places import DATA
+from ...support.places import COMPILED_LOOPS, DATA
 
 # Makes an environment as uv does, but in no time: its last word is the place.
 UV = f"""#!/bin/sh
@@ -33,6 +33,8 @@ def bisect(tmp_path, monkeypatch):
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in COMPILED_LOOPS.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda _: None)  # so that pip is the one above
 
