@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,7 @@ def replay_command(
     Recordings are tasks of their own, with the ranks and the other side that lie in the same folder; a long one in segments is
     replayed in several places. A task that a process or machine took with it is done by another. Each result is committed once.
     """
+    from ...replayer.executors.incremental.compiled_pass import compile_pass
     from ...replayer.run.settings import ReplaySettings
     from ...replayer.workers.jobs import usable_cores
     from ..fleet.committing import Fleet
@@ -126,6 +128,7 @@ def replay_command(
         raise click.UsageError("--jobs is of this machine; a cluster has as many workers as cores")
     settings = ReplaySettings(device=gpu, kv_hash=how["kv_hash"], checks=how["checks"])
     fleet = Fleet(out=out.absolute(), settings=settings, node=how["node"], all_reports=how["all_reports"])
+    began = time.monotonic()
     with redirect_stdout(sys.stderr), ExitStack() as resources:  # Ray prints what befalls its workers
         try:
             with errors_end():
@@ -142,10 +145,14 @@ def replay_command(
             already = len(rows)
             for note in notes:
                 say_error(note, kind="note: ")
+            if isinstance(workers, Processes) and gpu == "cpu":
+                compile_pass(max((task.num_bytes for task in left), default=0))
+            ready = time.monotonic()
             undone = _replay(left, rows, fleet, workers, quiet=as_json)
+            work = _work(workers, rows[already:], ready - began, time.monotonic() - ready)
         except OSError as error:
             raise CommandError(f"{error.filename or out}: {error.strerror or error}") from None
-    sys.exit(_told(rows, out, already=already, undone=undone, as_json=as_json))
+    sys.exit(_told(rows, out, already=already, undone=undone, work=work, as_json=as_json))
 
 
 def _replay(tasks: Sequence[Task], rows: list[Row], fleet: Fleet, workers: Workers, *, quiet: bool) -> int:
@@ -180,7 +187,22 @@ def _replay(tasks: Sequence[Task], rows: list[Row], fleet: Fleet, workers: Worke
     return undone
 
 
-def _told(rows: list[Row], out: Path, *, already: int, undone: int, as_json: bool) -> int:
+def _work(workers: Workers, rows: Sequence[Row], start: float, seconds: float) -> dict[str, Any]:
+    """Return where the time went, in seconds: until the first task was given, and since; `busy` and `replay` over all workers.
+
+    Busy are processes of this machine while they have a task: they start, replay, and commit what came of it.
+    """
+    from ..fleet.workers import Processes
+
+    found = {"start": start, "tasks": seconds, "replay": sum(row.get("seconds", 0) for row in rows)}
+    work: dict[str, Any] = {"workers": workers.size}
+    if isinstance(workers, Processes):
+        found["busy"] = workers.busy_seconds
+        work |= {"most_at_once": workers.most_at_once, "memory_held_back": workers.held_back}
+    return work | {f"{name}_seconds": round(one, 3) for name, one in found.items()}
+
+
+def _told(rows: list[Row], out: Path, *, already: int, undone: int, work: dict[str, Any], as_json: bool) -> int:
     """Print what there is to say of all, and return the exit code."""
     from ...recorder.text_tables import show_columns
     from ...replayer.cli.printer import OVERALL
@@ -192,7 +214,14 @@ def _told(rows: list[Row], out: Path, *, already: int, undone: int, as_json: boo
     errors = [row for row in rows if "error" in row]
     bad = [row for row in rows if row["exit_code"] and "error" not in row]
     if as_json:
-        told = {"verdict": OVERALL[code], "exit_code": code, "out": str(out), "already": already, "undone": undone}
+        told = {
+            "verdict": OVERALL[code],
+            "exit_code": code,
+            "out": str(out),
+            "already": already,
+            "undone": undone,
+            "work": work,
+        }
         click.echo(json.dumps({**told, "recordings": rows}, indent=2))
     else:
         columns = ("forwards", "violations", "findings")
@@ -207,6 +236,9 @@ def _told(rows: list[Row], out: Path, *, already: int, undone: int, as_json: boo
             f"{OVERALL[code].upper()}   {count_of(len(rows), 'recording')}: {tally or 'none'}; {already:,} of them replayed before"
         )
         say(f"next    {shlex.join(['kvcanary', 'sql', str(out / 'table'), 'from kinds_by_version'])}")
+    if work.get("memory_held_back") and work["most_at_once"] < work["workers"]:
+        least = f"at most {work['most_at_once']} of {work['workers']} workers were at work at once"
+        say_error(f"{least}: the machine has not memory for more of these recordings at a time", kind="note: ")
     for row in errors[:_MAX_LISTED]:
         say_error(row["error"] if row["trace"] in row["error"] else f"{row['trace']}: {row['error']}")
     left = 0 if as_json else sum(max(0, len(those) - _MAX_LISTED) for those in (bad, errors))

@@ -32,7 +32,7 @@ _MUCH_BYTES: Final = 1 << 30
 _RESULTS: Final = "results"
 _KEPT: Final = (
     *("verdict", "exit_code", "trace_id", "forwards", "tokens", "violations", "findings"),
-    *("num_incidents", "num_gaps", "doubts"),
+    *("num_incidents", "num_gaps", "doubts", "seconds"),
 )
 
 Row = dict[str, Any]  # of a recording: `trace`, `exit_code`, and what was found, or `error` and `hint`

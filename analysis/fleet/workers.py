@@ -8,12 +8,14 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import Any, Final
 
 from ...kernels.sparse import free_memory_bytes
@@ -27,6 +29,7 @@ from .committing import Fleet
 
 TRIES: Final = 3
 _SHARE_OF_MEMORY: Final = 0.7
+_MARGIN: Final = 1.5  # of what tasks have shown to take
 _SUBMITTED_TO_RAY: Final = 1000  # more would lie in the driver's memory; so many let a cluster see that it may grow
 
 
@@ -39,27 +42,53 @@ class _Call:
     act: Callable[..., Any]
     arguments: tuple[Any, ...]
     memory_bytes: int
+    began: float
     tries: int = 1
     value: Any = None
     error: str = ""
 
 
 class Processes:
-    """`jobs` processes of this machine, each with its own of `devices`, if there are any; raises `AnalysisError`."""
+    """`jobs` processes of this machine, each with its own of `devices`, if there are any; raises `AnalysisError`.
+
+    `most_at_once` were at work at a time, and `busy_seconds` long all of them together; `held_back` says that there was not memory
+    for all of them.
+    """
 
     def __init__(self, jobs: int, devices: Sequence[str] = ()) -> None:
-        start_server()  # it loads the libraries, which each process would load for itself otherwise
+        start_server(perform)  # it loads the libraries, which each process would load for itself otherwise
         self._idle = [_Process(devices[i % len(devices)] if devices else "", jobs) for i in range(jobs)]
         self.size = jobs
+        self.most_at_once, self.busy_seconds, self.held_back = 0, 0.0, False
         self._at_work: dict[Future[Any], tuple[_Process, _Call]] = {}
         free = free_memory_bytes()
         self._memory = None if free is None else _SHARE_OF_MEMORY * free
+        self._kept_free = (1 - _SHARE_OF_MEMORY) * (free or 0)
+        self._seen_share = 0.0
 
     def room(self, memory_bytes: int) -> bool:
         """Whether a process is idle, and memory left for one more; one task is done in any case."""
+        if not self._idle:
+            return False
         taken = sum(call.memory_bytes for _, call in self._at_work.values())
-        fits = self._memory is None or taken + memory_bytes <= self._memory
-        return bool(self._idle) and (fits or not self._at_work)
+        if not self._at_work or self._memory is None or taken + memory_bytes <= self._memory:
+            return True
+        fits = self._fits(memory_bytes)
+        self.held_back |= not fits
+        return fits
+
+    def _fits(self, memory_bytes: int) -> bool:
+        """Whether there is memory for one more by what is used now: a virtual machine may be given more as it uses what it has."""
+        free, share = free_memory_bytes() or 0, self._share_used
+        owed = sum(
+            max(0.0, share * call.memory_bytes - process.private_bytes()) for process, call in self._at_work.values()
+        )
+        return owed + share * memory_bytes <= free - self._kept_free
+
+    @property
+    def _share_used(self) -> float:
+        """How much of what a task asks for it may take: all, until some have shown that so much is never touched."""
+        return min(1.0, _MARGIN * self._seen_share) if self._seen_share else 1.0
 
     def submit(self, act: Callable[..., Any], *arguments: Any, memory_bytes: int) -> _Call:
         """Have a function of a module called; return the call, which as an argument of another stands for its result.
@@ -67,13 +96,14 @@ class Processes:
         Raises `LostError` if such an argument has none.
         """
         given = [self.result(one) if isinstance(one, _Call) else one for one in arguments]
-        call = _Call(act, tuple(given), memory_bytes)
+        call = _Call(act, tuple(given), memory_bytes, time.monotonic())
         self._give(call)
         return call
 
     def _give(self, call: _Call) -> None:
         process = self._idle.pop()
         self._at_work[process.begin(call)] = (process, call)
+        self.most_at_once = max(self.most_at_once, len(self._at_work))
 
     def done(self) -> Sequence[_Call]:
         """Wait until some are done; what a process took with it another one does."""
@@ -86,6 +116,7 @@ class Processes:
                     call.value, call.arguments = future.result(), ()
                 except BrokenProcessPool:
                     process.end()
+                    self._seen_share = 1.0  # for want of memory perhaps
                     call.tries += 1
                     if call.tries <= TRIES:
                         self._give(call)
@@ -96,6 +127,9 @@ class Processes:
                     call.error = f"no process can be started for it ({error.strerror or error}); use fewer --jobs"
                 except Exception as error:  # noqa: BLE001  # what cannot travel between processes, too
                     call.error = str(error) if isinstance(error, LostError) else error_text(error)
+                self.busy_seconds += time.monotonic() - call.began
+                if self.held_back:
+                    self._seen_share = max(self._seen_share, process.peak_bytes() / max(1, call.memory_bytes))
                 found.append(call)
         return found
 
@@ -131,6 +165,25 @@ class _Process:
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
+
+    def private_bytes(self) -> int:
+        """Return what it has of the machine's memory for itself; 0 if that is not known."""
+        return self._status().get("RssAnon", 0)
+
+    def peak_bytes(self) -> int:
+        """Return the most that it ever had, libraries and files too; 0 if that is not known."""
+        return self._status().get("VmHWM", 0)
+
+    def _status(self) -> dict[str, int]:
+        """Return what the system says of its memory, in bytes."""
+        if self._pid is None or not self._pid.done() or self._pid.exception() is not None:
+            return {}
+        try:
+            lines = Path(f"/proc/{self._pid.result()}/status").read_text(encoding="utf-8").splitlines()
+        except OSError:  # it has just ended
+            return {}
+        fields = (line.split() for line in lines if line.endswith(" kB"))
+        return {field[0].rstrip(":"): 1024 * int(field[1]) for field in fields}
 
     def _placed(self, one: Any) -> Any:
         if self._device and isinstance(one, Fleet):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...recorder.process.endings import ENDINGS
-from ..executors.incremental.compiled_pass import LARGE_BYTES, NOT_COMPILED, compile_pass
+from ..executors.incremental.compiled_pass import compile_pass
 from ..run.settings import Progress
 from .group_replay import GroupResult, GroupTask, drop_parts
 from .jobs import Job, ReplayPlan, group_bytes, usable_cores
@@ -98,10 +98,8 @@ class _Pool:
         self._stopping = False
         self.results: dict[int, GroupResult] = {}
         start_server(task.finish)
-        settings, least = task.settings, LARGE_BYTES * NOT_COMPILED
-        large = any(group_bytes(group) >= least for group in plan.groups)
-        if large and settings.executor == "interval" and settings.backend == "cpu":
-            compile_pass()
+        if task.settings.executor == "interval" and task.settings.backend == "cpu":
+            compile_pass(max(map(group_bytes, plan.groups), default=0))
 
     def __enter__(self) -> "_Pool":
         return self

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 from kvcanary.analysis.errors import AnalysisError
+from kvcanary.analysis.fleet import workers as fleet_workers
 from kvcanary.analysis.fleet.tasks import traces_below
 from kvcanary.analysis.fleet.workers import LostError, Processes
 from kvcanary.recorder.trace.header import Ranks
@@ -160,6 +161,44 @@ def test_what_cannot_be_is_one_line(
     done = run("fleet", "replay", *[one.format(tmp=tmp_path, data=DATA) for one in arguments])
     [line] = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
     assert (done.returncode, said in line) == (2, True), line
+
+
+def test_memory_is_asked_for_again_and_tasks_show_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may say that it has an eighth of what it gets once it uses that; what tasks ask for is an upper bound."""
+    gib = 1 << 30
+    free = 1.5 * gib
+    monkeypatch.setattr(fleet_workers, "free_memory_bytes", lambda: free)
+    workers = Processes(3)
+    try:
+        assert workers.room(4 * gib)  # one in any case
+        first = workers.submit(time.sleep, 0, memory_bytes=gib)
+        assert not workers.room(gib)
+        free = 8 * gib  # it has grown
+        assert workers.room(gib)
+        free = 1.5 * gib
+        assert not workers.room(gib)
+        assert workers.done() == [first]
+        workers.submit(time.sleep, 60, memory_bytes=gib)
+        assert workers.room(gib)  # as the first took a tenth of what it had asked for
+        workers.submit(time.sleep, 60, memory_bytes=gib)
+        free = 0.5 * gib  # somebody else has it
+        assert not workers.room(gib)
+        assert (workers.most_at_once, workers.held_back) == (2, True)
+    finally:
+        workers.close()
+
+
+def test_it_says_where_the_time_went_and_what_memory_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("clean_llama", "clean_hybrid"):
+        shutil.copy(DATA / f"{name}.arrow", tmp_path)
+    told = json.loads(run("fleet", "replay", tmp_path, "-o", tmp_path / "out", "--jobs", 2, "--json").stdout)
+    work = told["work"]
+    assert (work["workers"], work["most_at_once"], work["memory_held_back"]) == (2, 2, False)
+    assert 0 < work["replay_seconds"] < work["busy_seconds"] < 2 * work["tasks_seconds"] + 1
+    monkeypatch.setattr(fleet_workers, "free_memory_bytes", lambda: 1 << 20)
+    done = run("fleet", "replay", tmp_path, "-o", tmp_path / "other", "--jobs", 2)
+    assert done.returncode == 0
+    assert "note: at most 1 of 2 workers were at work at once: the machine has not memory" in done.stderr
 
 
 def test_what_a_lost_process_was_at_is_done_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,9 +265,12 @@ class CompiledPass:
             divergence.add(batch.first_event + index, int(numbers[index]), runner, reads, found)
 
 
-def compile_pass() -> None:
-    """Compile the pass if that was never done on this machine: once, for several processes that are about to use it."""
-    if not is_kept(replay_events_loops):
+def compile_pass(largest_bytes: int) -> None:
+    """Compile the pass if that was never done on this machine: once, for several processes that are about to use it.
+
+    `largest_bytes` has the largest of their traces: small ones do without it.
+    """
+    if largest_bytes >= LARGE_BYTES * NOT_COMPILED and not is_kept(replay_events_loops):
         select(replay_events_loops, "cpu", before_compiling=_report_compiling)
 
 
