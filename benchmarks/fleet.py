@@ -117,8 +117,8 @@ def scaling(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], in
         os.sync()  # nothing is still being written
         if jobs == numbers[0]:
             fleet(traces, work, jobs, options.address, cores=jobs)  # it compiles
-        rates = ceiling(traces, jobs, options.each)
         run = fleet(traces, work, jobs, options.address, cores=jobs)
+        rates = ceiling(traces, jobs, options.each)
         rates["fleet"] = jobs * options.each / run["wall_s"]
         firsts = firsts or rates
         shares = {name: rate / (firsts[name] * jobs / numbers[0]) for name, rate in rates.items()}
@@ -214,7 +214,6 @@ def alone() -> None:
     load(1)
     compile_pass(1 << 40)
     task = GroupTask(settings=ReplaySettings(), explicit=True, all_there=True)
-    source, target = np.ones(1 << 25, np.uint64), np.ones(1 << 25, np.uint64)
     print("ready", flush=True)
     for line in sys.stdin:
         what, paths = json.loads(line)
@@ -223,8 +222,10 @@ def alone() -> None:
             for _ in range(10_000_000):
                 number = number * 1664525 + 1013904223 & 0xFFFFFFFF
         elif what == "copying":
+            source, target = np.ones(1 << 25, np.uint64), np.ones(1 << 25, np.uint64)
             for _ in range(20):
                 np.copyto(target, source)
+            del source, target
         else:
             for recording in group_recordings([Path(path) for path in paths])[0]:
                 result = replay_group([Job(recording=recording)], task)
