@@ -43,6 +43,7 @@ from .frame_parts import (
 )
 
 TICKET_WORDS: Final = 24
+CARRIED_TILE: tl.constexpr = tl.constexpr(512)  # values a round of the one program that writes a ticket
 
 
 def _kernel(arguments: int) -> Any:
@@ -54,10 +55,19 @@ def _kernel(arguments: int) -> Any:
     return triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)
 
 
-@_kernel(1)
-def write_ticket_kernel(ticket, memory, numbers):
-    """Write a ticket: one program, for one forward; `numbers` in the order of its words, the addresses after four of them."""
+@_kernel(3)
+def write_ticket_kernel(ticket, memory, numbers, values, carried):
+    """Write a ticket: one program, for one forward; `numbers` in the order of its words, the addresses after four of them.
+
+    What the frame carries beside its forward is copied too: for each of `values`, `carried` has a place in the frames and how
+    many.
+    """
     zero = tl.program_id(0).to(tl.int64)
+    for part in tl.static_range(len(values)):
+        for start in range(0, carried[2 * part + 1], CARRIED_TILE):
+            i = start + tl.arange(0, CARRIED_TILE)
+            mask = i < carried[2 * part + 1]
+            tl.store(memory[0] + carried[2 * part] + i, tl.load(values[part] + i, mask=mask), mask=mask)
     for word in tl.static_range(1, FRAMES):
         tl.store(ticket + word, zero + numbers[word])
     for number in tl.static_range(len(memory)):

@@ -18,6 +18,9 @@ MAX_TABLES: Final = 4
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 8
+MAX_CARRIED: Final = (
+    2  # tensors that a frame carries beside its forward: what is given out of a full and a sliding-window pool
+)
 
 # Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended; how
 # many slots attention got that differ.
@@ -187,7 +190,7 @@ class FrameLayout:
 
     `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions and, of each of the runner's `tables`,
     out_cache_loc `[tokens]`; each stream's written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each:
-    `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
+    what else the frame carries, at most `carried` words from `carried_at` on: `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
     a ticket says of this. An entry of the table changes speaks of `tile` positions.
     """
 
@@ -203,11 +206,13 @@ class FrameLayout:
         tile: int,
         attention_capacity: int = 0,
         tables: int = 1,
+        carried: int = 0,
     ) -> None:
         self.bs, self.tokens, self.stream_words, self.tables = bs, tokens, stream_words, tables
         self.inputs = 3 * bs + (2 + tables) * tokens
         self.lens_at = self.inputs + tokens * sum(stream_words)
-        self.fixed = self.lens_at + 2 * bs
+        self.carried, self.carried_at = carried, self.lens_at + 2 * bs
+        self.fixed = self.carried_at + carried
         table = Section(self.fixed, table_capacity, TABLE_ENTRY + tile)
         lut = Section(table.end, lut_capacity, LUT_ENTRY)
         kv = Section(lut.end, kv_capacity, KV_ENTRY + max(stream_words, default=0))

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from ..constants import ANY_NUMBER
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
-from .frames import AttentionLens, AttentionTensors, FrameLayout, ModelInput
+from .frames import MAX_CARRIED, AttentionLens, AttentionTensors, FrameLayout, ModelInput
 
 PROGRAMS = 1024  # of each launch: enough to fill a device
 TILE = 512
@@ -104,20 +104,35 @@ class TicketWriter:
     def __init__(self, frames: Any, counters: Any, descriptor: Any) -> None:
         self._tensors = (frames, counters, descriptor)
         self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+        self._nothing = (frames,) * MAX_CARRIED, (0,) * (2 * MAX_CARRIED)
+        self._no_addresses = _words(self._nothing[0])
         self._launches = launches_on(frames)
         self._ready: Callable[..., Any] | None = None
 
-    def write(self, ticket: Any, address: int, numbers: tuple[int, ...], layout: FrameLayout, programs: int) -> None:
+    def write(
+        self,
+        ticket: Any,
+        address: int,
+        numbers: tuple[int, ...],
+        layout: FrameLayout,
+        programs: int,
+        carried: tuple[tuple[Any, ...], tuple[int, ...]] | None = None,
+    ) -> None:
         """Have the next run of a model that reads a ticket, `[TICKET_WORDS] int64` at `address`, fill a frame.
 
         `numbers` are the forward's stamp, within int32; where its frame begins; its row of `counters`; the row that is zeroed
         for the next forward; and 1 if the prefix is compared with the shadow, else 0. The model's kernels have `programs`
-        together.
+        together. `carried` are `MAX_CARRIED` tensors `[any] int64` whose values are copied into the frame, and of each its
+        place in `frames` and how many; None for nothing.
         """
         if self._ready is not None:
-            self._ready(address, self._addresses, (*numbers, *layout.ticket, programs))
+            if carried is None:
+                values, places = self._no_addresses, self._nothing[1]
+            else:
+                values, places = _words(carried[0]), carried[1]
+            self._ready(address, self._addresses, (*numbers, *layout.ticket, programs), values, places)
             return
-        arguments = (ticket, self._tensors, (*numbers, *layout.ticket, programs))
+        arguments = (ticket, self._tensors, (*numbers, *layout.ticket, programs), *(carried or self._nothing))
         self._ready = self._launches.launch(write_ticket_kernel, 1, arguments)
 
 

@@ -30,6 +30,7 @@ def build(kernel, numbers=0, **constants):
     print(len(compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 
 
+types |= {"values": ("*i64", "*i64"), "carried": ("i32",) * 4}
 build(inside.write_ticket_kernel, 16)
 build(inside.begin_kernel, 6, HAS_MINUS=True, HAS_EXTEND=True, HAS_LENS=False, LUT_INT64=False, TILE=512)
 build(inside.begin_kernel, 6, HAS_MINUS=False, HAS_EXTEND=False, HAS_LENS=True, LUT_INT64=True, TILE=512)

@@ -70,11 +70,15 @@ def test_later_tickets_say_what_the_first_would(monkeypatch):
         ticket = tickets[number:]
         writer.write(ticket, ticket.data_ptr(), (number + 1, 10, 11, 12, 1), layout, 2048)
     memory = tuple(tensor.data_ptr() for tensor in (frames, counters, descriptor))
+    nothing = (frames.data_ptr(),) * 2, (0,) * 4
     expected = [
-        (tickets[number:].data_ptr(), memory, (number + 1, 10, 11, 12, 1, *layout.ticket, 2048))
+        (tickets[number:].data_ptr(), memory, (number + 1, 10, 11, 12, 1, *layout.ticket, 2048), *nothing)
         for number, layout in enumerate(layouts)
     ]
     assert kernel.launched == expected
+    given = torch.arange(3)
+    writer.write(ticket, ticket.data_ptr(), (2, 10, 11, 12, 1), layouts[1], 2048, ((given, frames), (5, 3, 0, 0)))
+    assert kernel.launched[-1] == (*expected[-1][:3], (given.data_ptr(), frames.data_ptr()), (5, 3, 0, 0))
 
 
 @pytest.mark.parametrize("lens", ["by position", "extend", "draft extend"])

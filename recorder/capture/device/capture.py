@@ -10,10 +10,11 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
-from ....kernels.capture.frames import NUM_COUNTERS, AttentionLens, FrameLayout, ModelInput
+from ....kernels.arrays import Int64Array
+from ....kernels.capture.frames import MAX_CARRIED, NUM_COUNTERS, AttentionLens, FrameLayout, ModelInput
 from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
-from .forward import DeviceForward, ForwardPart, ForwardRequests, FrameInFlight
+from .forward import Carried, DeviceForward, ForwardPart, ForwardRequests, FrameInFlight
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ LUT_CHANGES: Final = 65_536
 KV_CHANGES: Final = 4_096
 ATTENTION_CHANGES: Final = 1_024  # slots that differ from what they should be: in a healthy engine none
 MAX_LAYOUTS: Final = 4_096
+CARRYING_TOKENS: Final = 1_024  # one program copies what a frame carries: no more than a decode step gives out
 
 
 class FrameBuffer:
@@ -87,6 +89,14 @@ class DeviceCapture:
         self.on_no_room: Callable[[], None] = lambda: (
             None
         )  # called after a forward that is lost: too many are in flight
+        # What the next frame carries, and called with what cannot wait for it, in order.
+        self.waiting: list[Carried] = []
+        self.on_not_carried: Callable[[Carried], None] = lambda _: None
+        self.on_changed: Callable[[], None] = lambda: (
+            None
+        )  # called if somebody has written to it: nobody knows what it was
+        self.carries = False  # whether frames have room for it
+        self._carried_dtype, self._device = torch.int64, self.frames.get_device()
         self.error_text = error_text  # what may be said of an error
         self.off = False  # nothing is captured any more; any thread may set it
         self.pending: FrameInFlight | None = None  # a forward that has begun and not ended
@@ -124,6 +134,7 @@ class DeviceCapture:
             tile=self._tile,
             attention_capacity=ATTENTION_CHANGES if attention else 0,
             tables=tables,
+            carried=MAX_CARRIED * tokens if self.carries and tokens <= CARRYING_TOKENS else 0,
         )
 
     def prepare(self) -> None:
@@ -223,7 +234,8 @@ class DeviceCapture:
         watched = self._watchable[runner] and not number % self._watch_every
         # Each frame in flight zeroes the counters of the one after it, so they go round by frames, not by forwards.
         numbers = (number % INT32_MAX + 1, at, counters, (taken + 1) % COUNTERS, int(watched))
-        self._writers[runner].write(model.ticket, model.address, numbers, layout, model.programs)
+        writer, carried = self._writers[runner], self._take_along(layout) if self.waiting else ()
+        writer.write(model.ticket, model.address, numbers, layout, model.programs, _places(carried, layout, at))
         read = 0
         if isinstance(attention, AttentionLens):
             read = ATTENTION_LENS | ATTENTION_SLOTS if attention.tables else ATTENTION_LENS
@@ -247,7 +259,45 @@ class DeviceCapture:
             programs=model.programs,
             attention=read,
             parts=parts,
+            carried=carried,
         )
+
+    def carry(self, values: Any, record: Callable[[Int64Array], None]) -> bool:
+        """Have the next frame carry integers on the device that nobody changes, and `record` called with them before its forward.
+
+        It costs no launch and no copy of its own. Return False for what no frame can carry.
+        """
+        if not self.carries or values.dtype is not self._carried_dtype or values.ndim != 1:
+            return False
+        # Who has written to tensors of the inference mode, nobody knows.
+        if not values.is_contiguous() or values.get_device() != self._device or values.is_inference():
+            return False
+        if len(self.waiting) == MAX_CARRIED:
+            self.carry_no_longer()
+        self.waiting.append(Carried(values, values._version, record))
+        return True
+
+    def carry_no_longer(self) -> None:
+        """Have what waits for a frame recorded now: something else must come behind it."""
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            self.on_not_carried(one)
+
+    def _take_along(self, layout: FrameLayout) -> tuple[Carried, ...]:
+        """Return what waits, if it fits into a frame; else it is recorded by itself, right before."""
+        waiting, size = tuple(self.waiting), 0
+        for one in waiting:
+            size += one.values.shape[0]
+            if one.values._version != one.version:
+                self.carries = False
+                self.waiting.clear()
+                self.on_changed()
+                return ()
+        if size > layout.carried:
+            self.carry_no_longer()
+            return ()
+        self.waiting.clear()
+        return waiting
 
     def begin(self, model: "ModelForward", frame: FrameInFlight) -> None:
         """Launch the first part of a run that is in no graph; `after` launches the rest, and delivers the frame."""
@@ -271,3 +321,16 @@ class DeviceCapture:
         """Give a frame's room back, in the order in which it was taken."""
         self._buffer.give_back(frame.place, frame.layout.words)
         self._given_back += 1
+
+
+def _places(carried: Sequence[Carried], layout: FrameLayout, at: int) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """Return what a ticket's launch copies for a frame that begins `at`, one after another, as `TicketWriter.write` takes it."""
+    if not carried:
+        return None
+    place, places = at + layout.carried_at, list[int]()
+    for one in carried:
+        count = int(one.values.shape[0])
+        places += (place, count)
+        place += count
+    missing = MAX_CARRIED - len(carried)
+    return (*(one.values for one in carried), *(carried[0].values,) * missing), (*places, *(0,) * (2 * missing))

@@ -1,8 +1,8 @@
 """A forward whose tensors lie on the device: what an integrator says of it, and what is kept until its frame is read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ....kernels.arrays import Int64Array
 from ....kernels.capture.frames import AttentionLens, FrameLayout, ModelInput
@@ -76,6 +76,14 @@ class DeviceForward(ModelInput):
     new_rows: bool = True
 
 
+class Carried(NamedTuple):
+    """Integers on the device that the next frame carries to the host, and what records them, right before its forward."""
+
+    values: Any  # [n] int64; held until the frame has been read, since it is copied where the forward runs
+    version: int  # how often they had been written to
+    record: Callable[[Int64Array], None]
+
+
 class FrameInFlight(NamedTuple):
     """A forward whose frame is being filled: what the host knows of it, and where its frame lies."""
 
@@ -96,6 +104,7 @@ class FrameInFlight(NamedTuple):
     attention: int  # what was read where attention takes it, as the column `attention_watched` has it
     note: str = ""  # how the forward failed
     parts: tuple[ForwardPart, ...] = ()  # as `DeviceForward` has it; they are numbered from `number` on
+    carried: tuple[Carried, ...] = ()
 
     @property
     def last(self) -> int:

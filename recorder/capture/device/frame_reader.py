@@ -41,6 +41,7 @@ class Frame:
     lut_changes: Int64Array  # [n, 3] table, full slot, sliding-window slot
     complete: bool  # all changes of tables are there
     all_luts: bool  # those of full-to-SWA tables are
+    carried: list[Int64Array]  # what `FrameInFlight.carried` has
 
 
 class FrameReader:
@@ -75,7 +76,7 @@ class FrameReader:
         fixed = fixed.copy()
         requests = fixed[: 3 * bs].reshape(3, bs)
         inputs = fixed[3 * bs : layout.inputs].reshape(2 + layout.tables, tokens)
-        lens = fixed[layout.lens_at : layout.fixed].reshape(2, bs)
+        lens = fixed[layout.lens_at : layout.carried_at].reshape(2, bs)
         real, real_tokens = _without_padding(in_flight, requests[0])
         written, at = [], layout.inputs
         for words in layout.stream_words:
@@ -126,6 +127,7 @@ class FrameReader:
             lut_changes=luts,
             complete=all_tables and all_luts,
             all_luts=all_luts,
+            carried=_carried(in_flight, fixed),
         )
 
     def _section(self, in_flight: FrameInFlight, counters: list[int], sort: int) -> tuple[Int64Array, bool]:
@@ -178,6 +180,12 @@ def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, i
         return bs, tokens
     real = max(in_flight.bs, int(np.flatnonzero(rows).max(initial=-1)) + 1)
     return real, tokens // bs * real
+
+
+def _carried(in_flight: FrameInFlight, fixed: Int64Array) -> list[Int64Array]:
+    counts = [int(one.values.shape[0]) for one in in_flight.carried]
+    places = np.cumsum([in_flight.layout.carried_at, *counts])
+    return [fixed[at : at + count] for at, count in zip(places.tolist(), counts, strict=False)]
 
 
 def _cells(tiles: Int64Array, tables: int) -> list[Int64Array]:

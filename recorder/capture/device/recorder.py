@@ -147,6 +147,10 @@ class DeviceRecorder:
             self._capture.on_no_room = functools.partial(
                 self._lose, "the device had no room for another forward in flight"
             )
+            self._capture.on_not_carried = lambda one: self.later_with(one.record, one.values)
+            self._capture.on_changed = functools.partial(
+                self._lose, "what the engine gave out was overwritten before it was recorded"
+            )
         self._no_close_at_end = at_process_end(self.close, priority=3)  # before the recorder's own
 
     # The engine's thread.
@@ -185,7 +189,17 @@ class DeviceRecorder:
     def later_with(self, record: Callable[..., Any], values: Any, *args: Any) -> None:
         """Have `record` called `later`, with what integers on the device or the host are by now and `args`."""
         if not self._capture.off:
+            if self._capture.waiting:
+                self._capture.carry_no_longer()
             self.later(_record_with, record, HostCopy(values, self._room), *args)
+
+    def with_next_forward(self, record: Callable[[Int64Array], None], values: Any) -> None:
+        """As `later_with`, of integers that nobody changes any more: the next forward's frame carries them, if it can.
+
+        `record` is called right before that forward is recorded, or before what comes `later_with` others.
+        """
+        if not self._capture.off and not (hasattr(values, "device") and self._capture.carry(values, record)):
+            self.later_with(record, values)
 
     def before_each(self, callback: Callable[[CopiedForward], None]) -> None:
         """Have `callback` called with each forward that can be recorded, right before it is, by the recorder's thread."""

@@ -81,13 +81,19 @@ def around(hook: Callable[..., Around], *, loses: bool = True) -> Hook:
                     running.send(result)
                 return
             running.close()
-            if loses and not hasattr(error, _SAID):
-                setattr(error, _SAID, True)
-                raise EngineError(f"the engine's function raised {type(error).__name__}") from error
+            if loses:
+                lost_by(error)
 
         return finish
 
     return begin
+
+
+def lost_by(error: BaseException) -> None:
+    """Raise an `EngineError` for what is not recorded since the engine's function raised; only the first call does."""
+    if not hasattr(error, _SAID):
+        setattr(error, _SAID, True)
+        raise EngineError(f"the engine's function raised {type(error).__name__}") from error
 
 
 # For a hook that prepares something, or records whatever its function's end.

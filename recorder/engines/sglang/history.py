@@ -17,7 +17,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...trace.schema import SlotChange
-from ..common.hooking import Around, Finish, Hook, around, beside
+from ..common.hooking import Around, Finish, Hook, beside, lost_by
 from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
 
 # Of those, what is given out and taken back is known. What is derived from them may number something else.
@@ -48,6 +48,9 @@ class GroupHistory:
         self._recorder: Recorder = recorder.recorder if isinstance(recorder, DeviceRecorder) else recorder
         # On a device the engine's thread has slots copied, and the recorder's reads and records them, in the same order.
         self._with_slots: Callable[..., None] = _read_now if device is None else device.later_with
+        self._with_given: Callable[..., None] = _read_now if device is None else device.with_next_forward
+        # Bound once: each step would make them anew otherwise.
+        self._alloc_ended, self._note_given = self._on_alloc_ended, self._given
         self._pending: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._free: list[Int64Array] = []  # slots that are free where the engine flushes its cache
         self._depth = 0
@@ -69,16 +72,17 @@ class GroupHistory:
 
         return leave
 
-    @around
-    def _on_alloc(self, *_args: Any, **_kwargs: Any) -> Around:
+    def _on_alloc(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Note what an allocation gives out."""
         self._depth += 1
-        try:
-            given = yield
-        finally:
-            self._depth -= 1
-        if not self._depth and given is not None:
-            self._with_slots(self._given, given)
+        return self._alloc_ended
+
+    def _on_alloc_ended(self, given: Any, error: BaseException | None) -> None:
+        self._depth -= 1
+        if error is not None:
+            lost_by(error)
+        elif not self._depth and given is not None:
+            self._with_given(self._note_given, given)
 
     def _given(self, slots: Int64Array) -> None:
         if self.page_size > 1:  # further tokens of a page were given out with its first

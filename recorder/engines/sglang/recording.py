@@ -144,6 +144,7 @@ class SglangRecording:
                 self.histories.append(GroupHistory(part, groups, num_slots, self.recorder))
         if isinstance(self.recorder, DeviceRecorder):
             self.recorder.before_each(self._record_written_on_device)
+            self.recorder.capture.carries = True
 
     def _record_written_on_device(self, forward: CopiedForward) -> None:
         for history in self.histories:
