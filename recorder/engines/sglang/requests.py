@@ -7,10 +7,10 @@ takes it over for the very batch that it ran, and before that batch runs again; 
 copy that newer versions make of it as it was launched.
 """
 
-from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
+from struct import Struct
 from typing import Any, Final
 from weakref import ref
 
@@ -213,12 +213,13 @@ class KnownBatch:
             self.ids = requests.ids(self.rids, rows)
         self.moment = -1
         self.lens = b""
+        self._as_int64 = Struct(f"={len(self.requests)}q").pack  # half of what an array made of a map takes
 
     def output_lens(self, moment: int) -> bytes:
         """Return how many tokens each request has sampled by a moment, as int64; no loop of Python's on the engine's thread."""
         if moment != self.moment:
             self.moment = moment
-            self.lens = b"" if self.outputs is None else array("q", map(len, self.outputs)).tobytes()
+            self.lens = b"" if self.outputs is None else self._as_int64(*map(len, self.outputs))
         return self.lens
 
     @cached_property
