@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from ...recorder.errors import printable
 from ...recorder.process.child import group_members, wait_for_group
 from ...recorder.process.environment import TRACE, WORKLOAD, give_run_id
 from ...recorder.process.recorded_files import why_nothing
@@ -30,6 +32,9 @@ LOG_NAME: Final = "engine.log"
 _END_S: Final = 30.0  # for an engine that is asked to end
 _MORE_S: Final = 3.0  # of evidence behind the first damage
 _BEGINS_S: Final = 15.0
+_LOG_END_BYTES: Final = 16_384
+_WORDS: Final = 300
+_ERROR: Final = re.compile(r"\w*(Error|Exception)\b: ")
 _LOOK_S: Final = 0.5
 _IDLE_S: Final = 0.05
 # What vLLM needs to have its prefix cache emptied, and adapters loaded.
@@ -102,7 +107,7 @@ class RecordedRun:
         self.server, until = Server(self._plan.address, self._plan.patience_s), time.monotonic() + self._plan.start_s
         while not self.server.is_ready():
             if self._ended():
-                raise EngineError(f"{self._plan.command[0]}: {self.failed} before it was ready; its log is {self._log}")
+                raise EngineError(f"{self._plan.command[0]}: before it was ready {self.failed}")
             if time.monotonic() > until:
                 raise EngineError(
                     f"{self._plan.address}: no server answered within {self._plan.start_s:.0f} s; name its address with --url; "
@@ -189,10 +194,18 @@ class RecordedRun:
         except OSError as error:
             raise EngineError(f"{self._plan.command[0]}: cannot be started: {error.strerror}") from None
 
+    def _last_words(self) -> str:
+        """The last line of the engine's log, an error's first one if it has several."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.search(line)]
+        return printable((errors or lines or ["nothing"])[-1][:_WORDS])
+
     def _ended(self) -> bool:
         code = self._engine.poll() if self._engine is not None else None
         if code is not None and (code or not self._plan.script):
-            self.failed = f"the engine ended with {code}"
+            self.failed = f"the engine ended with {code}; its log {self._log} ends with: {self._last_words()}"
         return code is not None
 
     def _stop(self) -> None:

