@@ -44,6 +44,14 @@ SETUPS = {
     "hybrid-preempt": ("hybrid", {"num_gpu_blocks_override": 22}),
     "llama-eagle": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-loads-late": (
+        "llama",
+        {
+            "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+            "num_gpu_blocks_override": 16,
+            "max_num_seqs": 3,
+        },
+    ),
     "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
@@ -88,7 +96,7 @@ def generate(setup: str, folder: Path) -> None:
     if "kv_transfer_config" in arguments:
         from vllm.config import KVTransferConfig
 
-        arguments["kv_transfer_config"] = KVTransferConfig(**LOADS)
+        arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
     defaults = {
         "max_num_batched_tokens": 48,
         "num_gpu_blocks_override": 64,
