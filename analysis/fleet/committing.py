@@ -5,8 +5,10 @@ half, and whoever does a task again changes nothing. What failed leaves no resul
 """
 
 import contextlib
+import fcntl
 import gc
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from ...recorder.cli.program import error_facts, unforeseen
 from ...recorder.files import partial_path
 from ...recorder.remote import RemotePath, as_path
+from ...recorder.trace.files import is_locked
 from ...recorder.trace.recordings import Recording
 from ...replayer.report.report import STRETCH_PREFIX, SUMMARY_NAME, write_summary
 from ...replayer.report.summary import EXIT_UNREADABLE, Summary
@@ -127,17 +130,22 @@ def _how(fleet: Fleet) -> GroupTask:
 
 
 def _guarded(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list[Row]:
+    rows = _attempted(task, fleet, act)
+    if any("error" in row for row in rows):
+        with contextlib.suppress(OSError):
+            return fleet.committed(fleet.place(task.key)) or rows  # another run has done it meanwhile
+    return rows
+
+
+def _attempted(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list[Row]:
     try:
         if (there := fleet.committed(fleet.place(task.key))) is not None:
             return there  # by a worker that was lost behind its last step
         with _scratch(task, fleet) as scratch:
             rows = act(scratch)
-        if all(is_final(row) for row in rows):
-            write_file(fleet.place(task.key), json.dumps({"recordings": rows}).encode())
+            if all(is_final(row) for row in rows):
+                write_file(fleet.place(task.key), json.dumps({"recordings": rows}).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            if (there := fleet.committed(fleet.place(task.key))) is not None:
-                return there  # somebody else was as quick, and cleared our files away
         why = f"{error.filename or fleet.out}: {error.strerror or error}"
         return failed(task, f"the result cannot be kept ({why}); mend that and run the same command again")
     except AnalysisError as error:
@@ -154,15 +162,32 @@ def is_final(row: Row) -> bool:
 
 @contextlib.contextmanager
 def _scratch(task: Task, fleet: Fleet) -> Iterator[Path]:
-    """Give a folder to write reports to, on the disk of a local target; what a killed worker left of this task goes."""
+    """Give a folder to write reports to, on the disk of a local target; what a killed worker left of this task goes.
+
+    It is locked: another run may be at the same task, and what it writes to stays.
+    """
     prefix, where = f"{task.key}.", None
     if not isinstance(fleet.out, RemotePath):
         where = fleet.out / ".scratch"
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=where, ignore_cleanup_errors=True) as scratch:
-        yield Path(scratch)
+        with _opened(Path(scratch)) as mine:
+            with contextlib.suppress(OSError):  # no locks here: nothing is cleared away then
+                fcntl.flock(mine, fcntl.LOCK_EX)
+            yield Path(scratch)
         for left in where.glob(f"{prefix}*") if where is not None else ():
-            shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError), _opened(left) as theirs:
+                if not is_locked(theirs, unknown=True):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _replayed(task: Task, fleet: Fleet, scratch: Path) -> list[Row]:

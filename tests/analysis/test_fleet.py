@@ -1,6 +1,7 @@
 """`kvcanary fleet replay`: every recording once, the verdict that kvcanary-replay gives, whatever is lost on the way."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -11,12 +12,14 @@ from typing import Any
 import fsspec
 import pytest
 from kvcanary.analysis.errors import AnalysisError
+from kvcanary.analysis.fleet import committing
 from kvcanary.analysis.fleet import workers as fleet_workers
 from kvcanary.analysis.fleet.tasks import traces_below
 from kvcanary.analysis.fleet.workers import LostError, Processes
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.workers.group_replay import GroupResult
 
 from ..support.commands import run, run_replay
 from ..support.places import DATA
@@ -112,6 +115,35 @@ def test_again_it_does_only_what_is_new_and_what_failed(traces: Path, tmp_path: 
     assert one.exists()
     assert files(out / "table").keys() == before.keys()
     assert not list((out / ".scratch").iterdir())
+
+
+def test_another_run_at_the_same_task_keeps_its_files_and_its_result_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in_ray: StandInRay
+) -> None:
+    traces, out = tmp_path / "in", tmp_path / "out"
+    traces.mkdir()
+    shutil.copy(DATA / "clean_llama.arrow", traces)
+    first, _ = fleet(traces, "-o", out)
+    [result] = (out / "results").iterdir()
+    theirs, done = out / ".scratch" / f"{result.stem}.theirs", result.read_bytes()
+    theirs.mkdir()
+    result.unlink()
+    descriptor = os.open(theirs, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # as they do while they write to it
+        fleet(traces, "-o", out)
+        assert [path.name for path in (out / ".scratch").iterdir()] == [theirs.name]
+    finally:
+        os.close(descriptor)
+    result.unlink()
+
+    def fails(*_: object) -> GroupResult:
+        result.write_bytes(done)  # they end first
+        return GroupResult(error="the report cannot be written")
+
+    monkeypatch.setattr(committing, "replay_group", fails)
+    again, _ = fleet(traces, "-o", out)
+    assert again["recordings"] == first["recordings"]
 
 
 def test_a_folder_that_cannot_be_read_is_not_one_without_traces(
