@@ -33,6 +33,7 @@ from .tasks import Task
 
 _MUCH_BYTES: Final = 1 << 30
 _RESULTS: Final = "results"
+_RENAMES: Final = 5
 _KEPT: Final = (
     *("verdict", "exit_code", "trace_id", "forwards", "tokens", "violations", "findings"),
     *("num_incidents", "num_gaps", "doubts", "seconds"),
@@ -247,9 +248,17 @@ def _keep(folder: Path, kept: Path) -> None:
         for path in sorted(folder.iterdir(), key=lambda one: one.name == SUMMARY_NAME):
             write_file(kept / path.name, path.read_bytes())
         return
-    old = partial_path(kept)
     kept.parent.mkdir(mode=0o700, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # of a worker that was lost before the result was there
-        kept.rename(old)
-    folder.rename(kept)
-    shutil.rmtree(old, ignore_errors=True)
+    for left in reversed(range(_RENAMES)):
+        old = partial_path(kept)
+        with contextlib.suppress(FileNotFoundError):  # of a worker that was lost before the result was there
+            kept.rename(old)
+        try:
+            folder.rename(kept)
+        except OSError:  # another run's has come there in between
+            if not left:
+                raise
+        else:
+            return
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
