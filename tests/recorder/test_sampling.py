@@ -1,12 +1,17 @@
 """Who records and when: the same everywhere, within a budget, around an incident; and how an engine is left alone else."""
 
+import itertools
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvcanary.recorder.engines.common.hooking import Wraps, wrap_method
 from kvcanary.recorder.engines.transformers import attach_from_environment
+from kvcanary.recorder.engines.transformers import attachment as attachment_module
+from kvcanary.recorder.engines.transformers.recording import TransformersRecording
 from kvcanary.recorder.process.settings import RecordingSettings, hashed_place
 from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.writing.sampling import BUDGET_FILE, Budget, Windows
@@ -146,3 +151,47 @@ def test_windows_of_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(segments) > 2
     verdict = segments_replayed(segments, tmp_path / "report").summary.verdict.value
     assert verdict == "clean", "what the keyframes do not know is no loss"
+
+
+@pytest.mark.usefixtures("engine_left_as_it_was")
+@pytest.mark.parametrize("when", ["opening", "in a step"])
+def test_a_window_that_another_engine_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """What a trace has is without gaps: an engine that begins it then, or is in a step, is in no other window with it."""
+    subject = model("llama")
+    expected = generate(subject, max_new_tokens=8)
+    monkeypatch.setattr(Windows, "start", lambda _: None)  # the test says when
+    for name, value in (("TRACE", str(tmp_path)), ("SAMPLE_WINDOWS", "1%"), ("FLEET", "f"), ("SERVER", "s")):
+        monkeypatch.setenv(f"KVCANARY_{name}", value)
+    names = itertools.count()
+    monkeypatch.setattr(time, "strftime", lambda *_: f"{next(names)}")
+    attachment = attach_from_environment()
+    assert attachment is not None
+    place, name = {
+        "opening": (attachment_module, "begin_new"),
+        "in a step": (TransformersRecording, "_begin_forward"),
+    }[when]
+    original, calls = getattr(place, name), itertools.count()
+
+    def and_then_the_window_ends(*args: Any) -> Any:
+        result = original(*args)
+        if next(calls) == (0 if when == "opening" else 3):
+            attachment.windows.wanted = False
+            attachment.on_step(object(), None)  # another engine's
+        return result
+
+    monkeypatch.setattr(place, name, and_then_the_window_ends)
+    with attachment:
+        for attachment.windows.wanted in (True, False, True):
+            assert generate(subject, max_new_tokens=8, keep_manager=True) == expected
+        subject.destroy_cached_continuous_batching_manager()
+    traces = sorted(tmp_path.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(traces) == 2
+    assert not [path for path in traces if path.stem.endswith("-1")], "each window has a name of its own"
+    forwards = []
+    for path in traces:
+        assert (inspect_trace(path).state, inspect_trace(path).num_losses) == ("complete", 0)
+        summary = judged(path)
+        assert (summary.violations, summary.findings) == (0, 0)
+        assert "what forwards wrote that failed" not in str(summary.coverage)
+        forwards.append(summary.forwards)
+    assert forwards[0] == (0 if when == "opening" else 4)

@@ -45,6 +45,8 @@ class TransformersAttachment(EngineAttachment):
         self._options = options
         self._active = False
         self._opening = threading.Lock()  # two engines of one process may begin at once, each by its own thread
+        self._changing = threading.Lock()  # held for a moment: which recordings there are, and whether a window ends
+        self._window = 0  # counts those that ended
         self._recorders: list[Recorder] = []
         # By the engine's objects that hooks meet: processor, cache, allocators, offloading manager, scheduler.
         self._recordings: weakref.WeakKeyDictionary[Any, TransformersRecording | None] = weakref.WeakKeyDictionary()
@@ -138,41 +140,77 @@ class TransformersAttachment(EngineAttachment):
 
     def on_step(self, processor: Any, _model: Any) -> Finish | None:
         """Record a step, a processor's first into a trace of its own."""
-        if self.windows is not None:
-            self.look_at_window()
-            if not self._in_window:
-                return None
-        if processor not in self._recordings:
-            self._recordings[processor] = None  # whatever happens next, it is tried and logged once
+        with self._changing:
+            if self.windows is not None:
+                self.look_at_window()
+                if not self._in_window:
+                    return None
+            window, known = self._window, processor in self._recordings
+            if not known:
+                self._recordings[processor] = None  # whatever happens next, it is tried and logged once
+        if not known:
             with self._opening:
-                self._open(processor)
-        recording = self._recordings.get(processor)  # another engine of the process may have ended the window
-        if recording is None:
-            return None
-        recording.before_step(processor)
-        return lambda _, error: recording.after_step(processor, error)
+                self._open(processor, window)
+        with self._changing:
+            recording = self._recordings.get(processor)  # another engine of the process may have ended the window
+            if recording is None:
+                return None
+            recording.in_step = True
+        try:
+            recording.before_step(processor)
+        except BaseException:
+            recording.in_step = False
+            raise
+        return lambda _, error: self._stepped_by(recording, processor, error)
 
-    def _open(self, processor: Any) -> None:
+    def _stepped_by(self, recording: TransformersRecording, processor: Any, error: BaseException | None) -> None:
+        """Complete a step; if another engine of the process ended the window meanwhile, the trace ends behind it."""
+        try:
+            recording.after_step(processor, error)
+        finally:
+            with self._changing:
+                recording.in_step = False
+                if recording.window != self._window:
+                    self._end(recording)
+
+    def _open(self, processor: Any, window: int) -> None:
         number = len(self._recorders)
         path = self.path if not number else self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")
+        if self.windows is not None and self.settings is not None:
+            path = trace_path(self.settings.folder)  # a name for each window: there is no end of them
         begins = None
         if self.settings is not None and (self.windows is not None or self.settings.sample_servers < 1):
             begins = functools.partial(sampled_header, settings=self.settings, windows=self.windows)
         recording = begin_new(path, lambda path: TransformersRecording(path, processor, begins=begins, **self._options))
-        self._recorders.append(recording.recorder)
+        recording.window = window
         if self.windows is not None:
             self.windows.begun(recording.recorder)
         cache = processor.cache
         engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler)
-        for part in (*engine_parts, *cache.cache_allocators.values()):
-            self._recordings[part] = recording
+        with self._changing:
+            self._recorders.append(recording.recorder)
+            if window != self._window:  # it ended meanwhile; steps until the next one would be missing in the trace
+                self._end(recording)
+                return
+            for part in (*engine_parts, *cache.cache_allocators.values()):
+                self._recordings[part] = recording
 
     def end_window(self) -> None:
-        """End all traces before the step that is about to run."""
-        for recorder in self._recorders:
-            self.close_behind(recorder)
-        self._recorders.clear()
-        self._recordings.clear()
+        """End all traces before the step that is about to run; the trace of an engine that is in a step, behind that."""
+        self._window += 1
+        for recording in {id(its): its for its in self._recordings.values() if its is not None}.values():
+            if not recording.in_step:
+                self._end(recording)
+        for part in [part for part, its in self._recordings.items() if its is None]:
+            del self._recordings[part]
+
+    def _end(self, recording: TransformersRecording) -> None:
+        """End a trace, and let go of its engine's parts; `_changing` is held."""
+        for part in [part for part, its in self._recordings.items() if its is recording]:
+            del self._recordings[part]
+        if recording.recorder in self._recorders:
+            self._recorders.remove(recording.recorder)
+            self.close_behind(recording.recorder)
 
     @beside
     def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Around:
@@ -185,8 +223,15 @@ class TransformersAttachment(EngineAttachment):
         finally:
             if manager.batch_processor is None:  # not kept for another run of the loop
                 recording.recorder.close(timeout=5.0)
-                for part in [part for part, its in self._recordings.items() if its is recording]:
-                    del self._recordings[part]
+                with self._changing:
+                    for part in [part for part, its in self._recordings.items() if its is recording]:
+                        del self._recordings[part]
+
+
+def trace_path(folder: Path) -> Path:
+    """Return what a trace that begins now is called."""
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    return folder / f"transformers-{when}-{os.getpid()}.arrow"
 
 
 def attach_from_environment() -> TransformersAttachment | None:
@@ -203,12 +248,11 @@ def attach_from_environment() -> TransformersAttachment | None:
     if settings is None:
         return None
     settings.folder.mkdir(parents=True, exist_ok=True)
-    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     names = ("kv_watch_every", "capture_bytes", "oracle", "inject")
     options: dict[str, Any] = {name: getattr(settings, name) for name in names}
     options["all_layers"] = settings.all_layers == "on"
     attachment = begin_new(
-        settings.folder / f"transformers-{when}-{os.getpid()}.arrow",
+        trace_path(settings.folder),
         lambda path: attach(path, **options, **settings.writer_options()),
     )
     attachment.settings = settings

@@ -68,6 +68,8 @@ class TransformersRecording:
         header = begins(header, late=late) if begins is not None else header
         numbers = itertools.count()  # a name may come again, as another request
         self._requests = RequestRows(header.tables[0].rows, lambda name: TransformersRequest(name, next(numbers)))
+        self.in_step = False
+        self.window = 0  # in which it began
         self._forward = -1
         self._tokens = 0
         self._submitted: dict[tuple[int, int], Any] = {}
