@@ -9,6 +9,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
 from .cluster import CONTENT, KV_HASH, Diagnosis, request_query, slot_query
+from .evidence import CERTAIN, SHOWN_BY
 from .facts import Facts
 from .linking import kind_of
 from .places import FINDING, VIOLATION, Places, count_rows
@@ -67,7 +68,7 @@ def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
     best = judged[0]
     cluster, first, ranks = best.cluster, best.cluster.first, best.kinds[:MAX_ALTERNATIVES]
     kind, diagnosis = kind_of(best)
-    branch = RULES[kind].branch if kind != UNKNOWN else next((s.branch for s in cluster.head if s.branch), "")
+    branch = RULES[kind].branch if kind != UNKNOWN else best.likely.branch
     score = round(diagnosis.score if diagnosis is not None else ranks[0][1].score if ranks else 0.0, 3)
     also = sum(kind_of(other)[0] == kind for other in judged[1:])
     queries = [*diagnosis.evidence] if diagnosis is not None else []
@@ -124,6 +125,11 @@ def _sentence(diagnosis: Diagnosis | None, best: Ranked, also: int) -> str:
     if held is not None and "written by" not in said:  # who wrote what was read
         where = "it" if f"slot {held.slot} " in said else f"slot {held.slot}"
         said += f"; {where} holds token {held.stored_token}, position {held.stored_position}, written by {held.writer}"
+    others = [kind for kind, _ in best.kinds[1:MAX_ALTERNATIVES] if kind in SHOWN_BY]
+    if others and best.cluster.has_trace and best.kinds[0][1].score < CERTAIN:
+        said += "; it may also be " + ", or ".join(
+            f"{RULES[kind].title}, which {SHOWN_BY[kind]} would show" for kind in others
+        )
     return f"{said}; the same {also} more time{'s' if also > 1 else ''}" if also else said
 
 

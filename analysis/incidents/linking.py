@@ -14,6 +14,7 @@ from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import FailReason
 from ...recorder.trace.header import PoolGroup
 from .cluster import Diagnosis
+from .evidence import KNOWN
 from .places import FINDING, Places
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
@@ -112,8 +113,6 @@ def _consecutive(
     return place[:-1][near], place[1:][near]
 
 
-# Below this nothing is said to be known.
-KNOWN: Final = 0.45
 # A later cluster whose own cause is less certain than this, and that shares a request, follows from the earlier one.
 CERTAIN: Final = 0.9
 # A slot's users counted wrong is one mistake: the slot is given back too early here, twice there, or given out while held.

@@ -12,6 +12,7 @@ import pyarrow as pa
 from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import ADDED_COLUMNS, uncounted
 from .cluster import Cluster, Diagnosis, Sign
+from .evidence import Likely, branch_of, evidence_of, judged_again, left_open
 from .facts import Facts
 from .places import FINDING, Places, count_rows, open_parquet, require_columns
 from .rules import RULES
@@ -36,10 +37,14 @@ _FIELDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """One cluster's kinds, best first, each with its diagnosis; `cluster` is what they were judged by."""
+    """One cluster's kinds, best first, each with its diagnosis; `cluster` is what they were judged by.
+
+    `likely` is what the evidence says without any rule.
+    """
 
     cluster: Cluster
     kinds: tuple[tuple[str, Diagnosis], ...]
+    likely: Likely
 
 
 def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Facts) -> list[Cluster]:
@@ -76,9 +81,13 @@ def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Fac
 
 def rank(cluster: Cluster) -> Ranked:
     """Judge a cluster by every rule."""
-    found = [(kind, diagnosis) for kind, rule in RULES.items() if (diagnosis := rule.diagnose(cluster)) is not None]
+    seen = evidence_of(cluster)
+    likely = branch_of(cluster, seen)
+    rules = ((kind, rule.branch, rule.diagnose(cluster)) for kind, rule in RULES.items())
+    found = [(kind, judged_again(kind, branch, of, cluster, likely)) for kind, branch, of in rules if of is not None]
+    found += left_open(found, cluster, seen, likely)
     found.sort(key=lambda item: -item[1].score)  # stable: what stands first in the list of rules stays first
-    return Ranked(cluster=cluster, kinds=tuple(found))
+    return Ranked(cluster=cluster, kinds=tuple(found), likely=likely)
 
 
 def _read_signs(

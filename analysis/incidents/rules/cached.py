@@ -200,7 +200,8 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     copy = copy_finding(cluster, "nothing_landed", "loaded_wrong")
     if copy is not None:
         said = f"{copy.place} of {copy.reader} {copy.detail}, in {copy.when}, and counts as loaded"
-        return cluster.diagnosis(0.92, said, copy, cause=copy.event)
+        beside = copy_finding(cluster, "landed_elsewhere", "other_order", "stored_wrong", "changed_in_store")
+        return cluster.diagnosis(0.92 if beside is None else 0.6, said, copy, cause=copy.event)
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue

@@ -1,0 +1,316 @@
+"""What is observed of an incident's first sign, coded once: who held the slot, who filled it, what its row named.
+
+Rules look for what one mechanism leaves behind. This looks from the other side, at what tells mechanisms apart: `branch_of`
+says from it alone which branch a cluster belongs to, and `LIKE` names for a kind those that look alike, each with the
+observation that excludes it. A kind is said with `CERTAIN` or more only if all of them are excluded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final, NamedTuple
+
+from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
+
+# No kind is said with this or more that another one could be as well.
+CERTAIN: Final = 0.7
+POSSIBLE: Final = 0.65
+# Below this nothing is said to be known; what is likely by the evidence alone; what cannot be excluded.
+KNOWN: Final = 0.45
+ONLY_LIKELY: Final = 0.5
+REMAINS: Final = 0.25
+# What would show a kind, for those that evidence leaves open beside another.
+SHOWN_BY: Final = {
+    "commit_beyond_allocation": "an allocation for this position that is missing",
+    "copy_failed": "a source whose bytes the slot does not hold",
+    "double_free": "a second free of the slot",
+    "eviction_of_locked_page": "an eviction after the request had joined the slot",
+    "failed_load_counted_loaded": "a load that failed or left no bytes",
+    "fork_copy_missing": "a parent whose page was to be copied",
+    "free_too_early": "a free of the slot before its request was done",
+    "future_map_overrun": "samples that come later than they are used",
+    "async_resume_wrong_input": "a resume before the wrong token",
+    "hit_before_written": "an entry in the prefix cache that is older than the write",
+    "host_copy_overwritten": "a second store to the host slot before the load",
+    "kv_changed": "a change of bytes that no write, copy or load goes with",
+    "groups_alias": "the same bytes written in another group",
+    "load_of_other_prefix": "the tokens for which the storage had it",
+    "page_given_twice": "an allocation of the slot while it was held",
+    "position_off": "the positions that the model was fed",
+    "prefix_not_computed": "a count of computed tokens that is older than the slots",
+    "radix_insert_then_free": "a free of the slot under the prefix cache",
+    "req_to_token": "a row that names a slot that was not given for this position",
+    "resume_overwrites_tail": "slots of the row that leak when it is overwritten",
+    "row_reassigned_in_flight": "a row that another request has",
+    "scheduled_after_retraction": "nothing given to the request since it was put back",
+    "shared_page_written": "a write into a page that others had joined",
+    "slot_mapping": "a write that went to another slot than the row names",
+    "stale_prefix_hit": "an eviction of the slot before it was joined",
+    "tokens_truncated_hash_kept": "two prompts with one key",
+    "window_read_wrong": "the positions that attention read",
+    "attention_seq_len_wrong": "the length that attention got",
+    "attention_table_overwritten": "the slots that attention got",
+}
+
+
+class Held(Enum):
+    """How a request came to the slot that it uses; the value says it in words."""
+
+    UNKNOWN = ""
+    OWN = "was given to it"
+    JOINED = "was joined by it as cached"
+    NEVER = "was never given to it"
+    GAVE_UP = "was given back by it"
+    EVICTED = "was evicted from the prefix cache since it had it"
+    GIVEN_ANEW = "was given to another since it had it"
+    TWICE = "was given to it while another had it"
+    JOINED_GONE = "was joined by it as cached, when it was the cache's no longer"
+
+
+class Filled(Enum):
+    """What filled the slot last, since it was given to whoever uses it; the value says it in words."""
+
+    UNKNOWN = ""
+    NOBODY = "nothing has filled it since"
+    ITSELF = "it wrote it for this very position"
+    ITSELF_ELSEWHERE = "it wrote it for another position"
+    OTHER = "another request wrote it"
+    AS_CACHED = "it is as the prefix cache had it"
+    COPY = "a copy filled it"
+    LOAD = "a load or transfer filled it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of the slot that the first sign with one names.
+
+    `elsewhere`: the request wrote the position itself, to another slot. `enough`: it had been given slots for the position.
+    `rewritten`: the row's entry was overwritten. `retracted`: the request had been put back. `off_row`: attention or the write
+    used a slot that the row does not name. `positions`: a position was fed, or stands there, that is not the token's.
+    """
+
+    sign: Sign
+    held: Held
+    filled: Filled
+    elsewhere: bool
+    enough: bool
+    rewritten: bool
+    retracted: bool
+    off_row: bool
+    positions: bool
+    fed: bool
+    same_place: bool
+
+
+class Likely(NamedTuple):
+    """A branch, and the kinds of it that the evidence leaves, the likeliest first."""
+
+    branch: str
+    kinds: tuple[str, ...] = ()
+
+
+def evidence_of(cluster: Cluster) -> Evidence:
+    """Return what is observed of a cluster's first sign that is about a slot's content, or of its first."""
+    head = cluster.head
+    sign = next((s for s in head if s.slot > 0 and s.bits & (CONTENT | KV_HASH)), None)
+    sign = sign or next((s for s in head if s.slot > 0 and s.request_id >= 0), head[0])
+    mine = [s for s in head if s.request_id == sign.request_id]
+    own = cluster.wrote(sign)
+    held = _held(cluster, sign)
+    return Evidence(
+        sign=sign,
+        held=held,
+        filled=_filled(cluster, sign, held),
+        elsewhere=own is not None and own[1] != sign.slot and not cluster.is_sliding(sign),
+        enough=cluster.enough(sign),
+        rewritten=cluster.rewrite_of(sign) is not None,
+        retracted=cluster.facts.retracted_before(sign.request_id, sign.event),
+        off_row=any(s.kind in ("attention_slots", "table_entry_differs") for s in mine),
+        positions=any(s.bits & (POSITION | WRITE_POSITION) or s.kind == "table_entry_differs" for s in mine),
+        same_place=len({s.position for s in head}) > 1
+        and all(s.bits == TOKEN or s.kind == "hit_differs" for s in head)
+        and sign.position % max(1, cluster.groups[0].page_size if cluster.groups else 1) == 0,
+        fed=any(s.bits & (WRITE_TOKEN | WRITE_POSITION) for s in head),
+    )
+
+
+def _held(cluster: Cluster, sign: Sign) -> Held:
+    if not cluster.has_trace or sign.request_id < 0 or sign.slot <= 0:
+        return Held.UNKNOWN
+    history = cluster.history(sign)
+    held = Held.NEVER if history or cluster.complete else Held.UNKNOWN
+    holder, gone = -1, False  # whom it was given to last and who has it still; whether the cache has given it up
+    again = cluster.facts.retracted_before(sign.request_id, sign.event)
+    for fact in history:
+        mine, holds = fact.request_id == sign.request_id, held in _HOLDS
+        if fact.what == "alloc":
+            twice = holds and not again if mine and holder == sign.request_id else cluster.complete and holder != -1
+            held = (Held.TWICE if twice else Held.OWN) if mine else Held.GIVEN_ANEW if holds else held
+            holder = fact.request_id
+        elif fact.what == "shared" and mine:
+            held = Held.JOINED_GONE if gone else Held.JOINED
+        elif fact.what in ("cached", "loaded", "received", "copied"):
+            gone = False
+        elif fact.what in ("free", "evict"):
+            gone, holder = gone or fact.what == "evict", -1
+            if holds and (fact.what == "evict" or mine):
+                held = Held.EVICTED if fact.what == "evict" else Held.GAVE_UP
+    return held
+
+
+def _filled(cluster: Cluster, sign: Sign, held: Held) -> Filled:
+    if not cluster.has_trace or sign.slot <= 0:
+        return Filled.UNKNOWN
+    filled, given = cluster.filled(sign), cluster.last(sign, "alloc")
+    own = cluster.wrote(sign)
+    since = own[0] if own is not None else -1
+    loads = [at for at in cluster.facts.loads.get(sign.request_id, ()) if since < at <= sign.event]
+    if filled is not None and filled.what in ("loaded", "received", "receive_failed"):
+        return Filled.LOAD  # its slots may be recorded as given behind the load itself
+    if held in _HOLDS and given is not None and (filled is None or filled.event < given.event):
+        return Filled.LOAD if loads else Filled.NOBODY
+    if filled is None:
+        return Filled.UNKNOWN
+    if filled.what == "copied":
+        return Filled.COPY
+    if filled.request_id == sign.request_id:
+        here = own == (filled.event, sign.slot)
+        return Filled.ITSELF if here else Filled.ITSELF_ELSEWHERE
+    joined = cluster.last(sign, "shared", "cached")
+    as_cached = held is Held.JOINED and joined is not None and filled.event < joined.event
+    return Filled.AS_CACHED if as_cached else Filled.OTHER
+
+
+_HOLDS: Final = (Held.OWN, Held.JOINED, Held.TWICE, Held.JOINED_GONE)
+_OF_SLOTS: Final = {
+    *("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written", "hit_differs"),
+    *("attention_slots", "slot_written_twice"),
+}
+_POSITIONS: Final = ("position_off", "draft_position_plus_one")
+_BYTES: Final = ("kv_changed", "groups_alias", "pad_slot_wraps", "pad_rows_keep_last_blocks", "slot_mapping")
+_ALLOCATION: Final = {
+    Held.TWICE: ("page_given_twice", "double_free", "free_too_early"),
+    Held.JOINED_GONE: ("stale_prefix_hit", "radix_insert_then_free"),
+    Held.GAVE_UP: ("free_too_early", "scheduled_after_retraction", "req_to_token"),
+    Held.EVICTED: ("eviction_of_locked_page", "stale_prefix_hit"),
+    Held.GIVEN_ANEW: ("page_given_twice", "free_too_early", "eviction_of_locked_page"),
+}
+_CONTENT: Final = {
+    Filled.NOBODY: Likely("content", ("prefix_not_computed", "hit_before_written", "fork_copy_missing")),
+    Filled.COPY: Likely("transfer", ("copy_failed",)),
+    Filled.LOAD: Likely("transfer", ("load_of_other_prefix", "failed_load_counted_loaded", "host_copy_overwritten")),
+    Filled.ITSELF_ELSEWHERE: Likely("write", ("slot_mapping", "page_given_twice", "req_to_token")),
+    Filled.AS_CACHED: Likely("identity", ("tokens_truncated_hash_kept", "req_to_token")),
+    Filled.OTHER: Likely("write", ("slot_mapping", "page_given_twice", "req_to_token")),
+}
+
+
+def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
+    """Return where it went wrong, by what was observed alone: the slot's holder, what filled it, what its row names."""
+    head, sign = cluster.head, seen.sign
+    kinds = {s.kind for s in head} - {""}
+    content = any(s.bits & CONTENT for s in head)
+    if "row_reassigned" in kinds or any((s.event, s.request_id) in cluster.facts.strayed for s in head):
+        return Likely("table", ("row_reassigned_in_flight",))
+    if "swa_mapping_stale" in kinds:
+        missing = any(s.cause == "swa_slot_missing" for s in head)
+        return Likely("allocation", ("swa_window_off_by_one",)) if missing else Likely("table", ("stale_swa_mapping",))
+    if any(k.startswith("input_") for k in kinds):
+        return Likely("input", _POSITIONS if seen.positions else ())
+    if "attention_lens" in kinds:
+        return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
+    if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
+        return Likely(cluster.first.branch)
+    if seen.held in _ALLOCATION:
+        if seen.retracted and seen.enough and seen.held is Held.GAVE_UP:
+            return Likely("table", ("req_to_token", "scheduled_after_retraction"))
+        return Likely("allocation", _ALLOCATION[seen.held])
+    if "slot_written_twice" in kinds and seen.held is Held.OWN and not content and not seen.off_row:
+        return Likely("allocation", ("page_given_twice", "slot_mapping"))
+    if seen.fed and not content:
+        return Likely("input", _POSITIONS if seen.positions else ())
+    looked = cluster.finding("attention_slots")
+    if looked is not None:
+        prefix = cluster.facts.prefixes.get((looked.event, looked.request_id), 1 << 62)
+        now = (looked.position >= prefix and cluster.was_given(looked)) or bool(
+            kinds & {"write_to_foreign_slot", "table_entry_differs"}
+        )
+        first, second = ("slot_mapping", "attention_table_overwritten")[:: 1 if now else -1]
+        return Likely("write" if now else "read", (first, second))
+    if not content and sign.bits == KV_HASH:
+        return _of_bytes(cluster, seen)
+    if sign.kind == "write_to_foreign_slot" and seen.held is Held.JOINED and seen.filled is not Filled.NOBODY:
+        return Likely("write", ("shared_page_written", "hit_before_written"))
+    if seen.held is Held.NEVER:
+        if seen.same_place and seen.rewritten and not seen.enough:
+            return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
+        if cluster.is_sliding(sign):
+            return Likely("table", ("stale_swa_mapping",))
+        if cluster.window(sign) and sign.writer_event < 0:
+            return Likely("allocation", ("swa_window_off_by_one", "free_too_early"))
+        if seen.enough or seen.rewritten or not cluster.complete:
+            return Likely("table", ("req_to_token", "slot_mapping", "row_reassigned_in_flight"))
+        return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
+    if cluster.window(sign) and seen.filled in (Filled.ITSELF, Filled.ITSELF_ELSEWHERE):
+        return Likely("read", ("window_read_wrong", "attention_seq_len_wrong", "slot_mapping"))
+    if seen.filled is Filled.AS_CACHED and seen.rewritten and not seen.same_place:
+        return Likely("table", ("req_to_token", "tokens_truncated_hash_kept"))
+    own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
+    moved = own is not None and change is not None and change.event > own[0]
+    if seen.elsewhere and moved and seen.filled is not Filled.LOAD:
+        return Likely("table", ("resume_overwrites_tail", "req_to_token", "slot_mapping"))
+    if seen.elsewhere and not seen.retracted and seen.filled is not Filled.LOAD:
+        return Likely("write", ("slot_mapping", "req_to_token"))
+    if seen.filled is Filled.ITSELF:
+        return Likely("input", _POSITIONS if seen.positions else ("async_resume_wrong_input", "future_map_overrun"))
+    return _CONTENT.get(seen.filled, Likely(sign.branch))
+
+
+def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
+    """The branch of bytes that are not what the last write of the record left, and of nothing else."""
+    sign = seen.sign
+    if seen.filled in (Filled.COPY, Filled.LOAD):
+        return _CONTENT[seen.filled]
+    since = [fact for fact in cluster.history(sign) if fact.event > sign.writer_event]
+    wrote = [fact.request_id for fact in since if fact.what == "written"]
+    if not wrote:
+        return Likely("write", _BYTES)
+    if wrote[-1] == sign.request_id and seen.held is Held.OWN and not any(fact.what == "alloc" for fact in since):
+        return Likely("table", ("req_to_token", "slot_mapping", "page_given_twice"))
+    foreign = cluster.finding("write_to_foreign_slot")
+    if foreign is not None and not cluster.was_given(foreign):
+        if cluster.enough(foreign):
+            return Likely("table", ("req_to_token", "slot_mapping"))
+        return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
+    return Likely("allocation", ("page_given_twice", "free_too_early", "double_free", "eviction_of_locked_page"))
+
+
+def judged_again(kind: str, branch: str, of: Diagnosis, cluster: Cluster, likely: Likely) -> Diagnosis:
+    """Return a rule's diagnosis, below `CERTAIN` if the evidence shows another branch, or leaves other kinds alone."""
+    other = likely.branch not in ("", branch) or (likely.kinds and kind not in likely.kinds)
+    if of.score < CERTAIN or not cluster.has_trace or not other:
+        return of
+    return replace(of, score=POSSIBLE)
+
+
+def left_open(
+    found: Sequence[tuple[str, Diagnosis]], cluster: Cluster, seen: Evidence, likely: Likely
+) -> list[tuple[str, Diagnosis]]:
+    """Return the kinds that the evidence leaves beside those that rules have found, where none of these is certain.
+
+    If no rule knows the mistake at all, the likeliest of them is said, and that it is no more than that.
+    """
+    best = max((diagnosis.score for _, diagnosis in found), default=0.0)
+    if best >= CERTAIN or not cluster.has_trace:
+        return []
+    said = cluster.first.differs
+    if seen.held.value and seen.sign.slot > 0:
+        filled = f", and {seen.filled.value}" if seen.filled.value else ""
+        said += f"; of slot {seen.sign.slot} is known that it {seen.held.value}{filled}"
+    known = {kind for kind, diagnosis in found if diagnosis.score >= REMAINS}
+    scores = [ONLY_LIKELY if best < KNOWN else REMAINS, REMAINS, REMAINS]
+    return [
+        (kind, cluster.diagnosis(score, said, seen.sign, seen.sign.event))
+        for kind, score in zip(likely.kinds, scores, strict=False)
+        if kind not in known
+    ]
