@@ -115,6 +115,8 @@ def scaling(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], in
     for jobs in numbers:
         traces = copies(source, jobs * options.each, work / "copies")
         os.sync()  # nothing is still being written
+        for path in sorted(traces.glob("*/*.arrow")):
+            path.read_bytes()  # and all is in memory, if that is large enough
         if jobs == numbers[0]:
             fleet(traces, work, jobs, options.address, cores=jobs)  # it compiles
         run = fleet(traces, work, jobs, options.address, cores=jobs)
@@ -144,7 +146,11 @@ def phases(run: dict[str, Any], jobs: int, each: int) -> str:
         ]
     told += [f"replay {work['replay_seconds'] / jobs / each:.2f} s and CPU {run['cpu_s'] / jobs / each:.2f} s each"]
     told += [f"driver's CPU {run['driver_cpu_s']:.1f} s"]
-    return "; ".join([*told, f"{run['available'] / 2**30:.0f} of {run['total'] / 2**30:.0f} GiB free before"])
+    told += [f"{run['available'] / 2**30:.0f} of {run['total'] / 2**30:.0f} GiB free before"]
+    spent = run["machine"]
+    told += [f"disk {spent['read'] / 1e9:.1f} GB read, {spent['written'] / 1e9:.1f} GB written"]
+    names = ("user", "system", "iowait", "steal")
+    return "; ".join([*told, "the machine's CPUs " + ", ".join(f"{name} {spent[name]:.0f} s" for name in names)])
 
 
 def machine() -> dict[str, str]:
@@ -269,7 +275,7 @@ def fleet(traces: Path, work: Path, jobs: int, address: str, cores: int = 0) -> 
     allowed = sorted(os.sched_getaffinity(0))
     if cores > len(allowed):
         raise SystemExit(f"{cores} workers need as many cores; this machine has {len(allowed)}")
-    before = meminfo()
+    before, spent = meminfo(), counters()
     begin = time.perf_counter()
     with (work / "told.json").open("wb") as told:
         pin = (lambda: os.sched_setaffinity(0, allowed[:cores])) if cores else None
@@ -283,13 +289,24 @@ def fleet(traces: Path, work: Path, jobs: int, address: str, cores: int = 0) -> 
         peak = max(peak, memory(process.pid))
         time.sleep(0.1)
     wall = time.perf_counter() - begin
+    machine_figures = {name: figure - spent[name] for name, figure in counters().items()}
     said = json.loads((work / "told.json").read_text())
     verdicts = {row["exit_code"] for row in said["recordings"]}
     if verdicts != {0}:
         print(f"verdicts are {verdicts}, expected {{0}}", file=sys.stderr)
         raise SystemExit(2)
     figures = {"wall_s": wall, "cpu_s": sum(seen.values()), "driver_cpu_s": seen[process.pid], "driver_bytes": peak}
-    return figures | {"work": said["work"], "total": before["MemTotal"], "available": before["MemAvailable"]}
+    figures |= {"machine": machine_figures, "total": before["MemTotal"], "available": before["MemAvailable"]}
+    return figures | {"work": said["work"]}
+
+
+def counters() -> dict[str, float]:
+    """Return what all CPUs spent since the machine began, in seconds, and the bytes that disks have read and written."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    found = {name: int(one) / TICKS for name, one in zip(names, ticks, strict=False)}
+    pages = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return found | {"read": 1024 * int(pages["pgpgin"]), "written": 1024 * int(pages["pgpgout"])}
 
 
 def meminfo() -> dict[str, int]:
