@@ -1,8 +1,8 @@
 """A script for `kvcanary hunt --script`: does the workload that KVCANARY_WORKLOAD names, with transformers' continuous batching.
 
-`kvcanary hunt --script -- python examples/hunt_transformers.py` runs a tiny random model, so nothing is downloaded; put your own
-model in its place. What ContinuousBatchingConfig takes may follow as JSON, with `attention`, the model's implementation, and
-`sequences` (`num_return_sequences`: an answer is forked). Needs `pip install kvcanary torch 'transformers>=5.23,<6' accelerate psutil`.
+`kvcanary hunt --script -- python examples/hunt_transformers.py` runs a tiny random model, so nothing is downloaded. What
+ContinuousBatchingConfig takes may follow as JSON, with `attention`, the model's implementation, `sequences`
+(`num_return_sequences`: an answer is forked) and `model`, a folder whose config.json is made up with random weights. Needs `pip install kvcanary torch 'transformers>=5.23,<6' accelerate psutil`.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from kvcanary.recorder.engines.transformers import attach_from_environment
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 
-def main(attention: str = "sdpa", sequences: int = 1, **more: object) -> None:
+def main(attention: str = "sdpa", sequences: int = 1, model: str = "", **more: object) -> None:
     """Run the requests at their times; a client that leaves cancels its request."""
     with Path(os.environ["KVCANARY_WORKLOAD"]).open() as file:
         steps = [json.loads(line) for line in file]
@@ -24,14 +24,16 @@ def main(attention: str = "sdpa", sequences: int = 1, **more: object) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=512, **shape, **heads, max_position_embeddings=512, dtype="float32")
-    model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    if model:
+        config = AutoConfig.from_pretrained(model, dtype="float32")
+    random = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     attach_from_environment()
     small = {"page_size": 8, "num_blocks": 48, "max_batch_tokens": 64, "use_cuda_graph": False}
     batching = ContinuousBatchingConfig(**{**small, **more})
     wanted = GenerationConfig(do_sample=sequences > 1, eos_token_id=-1, num_return_sequences=sequences)
     texts: dict[str, list[int]] = {}  # what was asked and answered, by request
     leaving: dict[str, int] = {}
-    with model.continuous_batching_context_manager(
+    with random.continuous_batching_context_manager(
         generation_config=wanted, continuous_batching_config=batching
     ) as manager:
 

@@ -23,10 +23,11 @@ def main(model: str, *, adapters: dict[str, str] | None = None, **more: object) 
     """Run the requests at their times; a client that leaves aborts its request."""
     with Path(os.environ["KVCANARY_WORKLOAD"]).open() as file:
         steps = [json.loads(line) for line in file]
-    small = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 6, "num_gpu_blocks_override": 12}
+    small = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256}
+    small |= {"max_num_batched_tokens": 48, "max_num_seqs": 6, "num_gpu_blocks_override": 12}
     if adapters:
         small |= {"enable_lora": True, "max_loras": len(adapters), "max_cpu_loras": len(adapters)}
-    llm = LLM(model, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, **{**small, **more})
+    llm = LLM(model, **{**small, **more})
     engine = llm.llm_engine
     loras = {name: LoRARequest(name, n, folder) for n, (name, folder) in enumerate((adapters or {}).items(), start=1)}
     texts: dict[str, list[int]] = {}  # what was asked and answered, by request

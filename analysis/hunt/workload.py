@@ -89,9 +89,10 @@ def make_round(seed: int, number: int, aim: str, limits: Limits) -> list[Step]:
         fit = [name for name, end in ends.items() if end < limits.longest - 8]
         before = rng.choice(fit) if fit and "shared" in has and rng.random() < 0.3 else ""
         room = limits.longest - ends.get(before, 0)
-        if "crowd" in has and rng.random() < 0.7:  # short prompts that grow
-            room = min(room, max(8, limits.pool // 6))
-        answer = max(1, min(room // 2, rng.randint(8, 64) if "crowd" in has else rng.randint(1, 24)))
+        answer = rng.randint(1, max(1, min(room // 2, 24)))
+        if "crowd" in has and rng.random() < 0.85:  # short prompts, begun together, that outgrow the pool
+            answer = max(1, min(room // 2, rng.randint(limits.pool // 8, limits.pool // 4)))
+            room = min(room, answer + max(2, limits.pool // 16))
         prompt = _prompt(rng, seed, f"{number}/{n}", has, room - answer, limits)
         leaves = rng.randint(0, answer - 1) if "abort" in has and rng.random() < 0.4 else -1
         step = Step(

@@ -55,6 +55,17 @@ def test_a_seed_gives_the_same_requests_and_an_aim_what_leads_there(tmp_path):
     assert {step.do for step in make_round(1, 0, "abort", plain)} == {"ask", "wait"}
 
 
+@pytest.mark.parametrize("pool", [320, 640])
+def test_a_crowd_is_admitted_together_and_outgrows_the_pool(pool):
+    outgrown = 0
+    for number in range(20):
+        steps = make_round(5, number, "retract", Limits(pool=pool, longest=240, vocabulary=500))
+        short = sorted((step for step in steps if step.do == "ask"), key=lambda step: len(step.prompt))[:8]
+        together, answers = sum(len(step.prompt) for step in short), sum(step.max_tokens for step in short)
+        outgrown += together < pool / 2 and together + answers > pool
+    assert outgrown > 10, outgrown
+
+
 @pytest.mark.parametrize(
     ("trace", "reached"),
     [
