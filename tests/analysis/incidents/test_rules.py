@@ -98,16 +98,19 @@ def test_every_rule_has_a_trial():
     assert all(rule.kind == kind and rule.title and "(" in rule.mechanism for kind, rule in RULES.items())
 
 
-@pytest.mark.parametrize("kind", TRIALS)
-def test_a_fault_is_one_incident_of_its_kind(tried, any_report, kind):
-    trial = tried(*TRIALS[kind])
-    found = [
-        (report, trace, row)
-        for report, trace in zip(trial.reports, trial.traces, strict=True)
-        for row in find_incidents(report, [trace]).rows
-    ]
-    *_, row = min(found, key=lambda one: one[2]["time_ns"])
-    assert [one[2]["kind"] for one in found] == [kind]
+@pytest.fixture(scope="module", params=TRIALS)
+def found(request, tried):
+    """A kind, its trial, and the incidents of each of its reports, found once: a kind's tests come one after another."""
+    trial = tried(*TRIALS[request.param])
+    rows = [find_incidents(report, [trace]).rows for report, trace in zip(trial.reports, trial.traces, strict=True)]
+    return request.param, trial, rows
+
+
+def test_a_fault_is_one_incident_of_its_kind(found, any_report):
+    kind, _, by_report = found
+    rows = [row for rows in by_report for row in rows]
+    row = min(rows, key=lambda row: row["time_ns"])
+    assert [row["kind"] for row in rows] == [kind]
     assert row["confidence"] != "low"
     assert row["alternatives"][0] == kind
     assert row["alternative_scores"] == sorted(row["alternative_scores"], reverse=True)
@@ -117,9 +120,8 @@ def test_a_fault_is_one_incident_of_its_kind(tried, any_report, kind):
         any_report.sql(query)
 
 
-@pytest.mark.parametrize("kind", TRIALS)
-def test_no_diagnosis_rests_on_the_words_of_a_finding(tried, tmp_path, kind):
-    trial = tried(*TRIALS[kind])
+def test_no_diagnosis_rests_on_the_words_of_a_finding(found, tmp_path):
+    _, trial, by_report = found
     for number, (report, trace) in enumerate(zip(trial.reports, trial.traces, strict=True)):
         scrambled = tmp_path / str(number)
         shutil.copytree(report, scrambled)
@@ -129,11 +131,11 @@ def test_no_diagnosis_rests_on_the_words_of_a_finding(tried, tmp_path, kind):
         words = pa.array([f"words {n}" for n in range(table.num_rows)], pa.utf8())
         at = table.column_names.index("detail")
         pq.write_table(table.set_column(at, "detail", words), scrambled / "findings.parquet")
-        for traces in ([trace], []):  # a rule goes by the findings alone where the trace is not at hand
-            before, after = (find_incidents(folder, traces).rows for folder in (report, scrambled))
-            for row in (*before, *after):
-                del row["sentence"]  # it quotes the words
-            assert after == before
+        # A rule goes by the findings alone where the trace is not at hand.
+        for traces, before in (([trace], by_report[number]), ([], find_incidents(report, []).rows)):
+            after = find_incidents(scrambled, traces).rows
+            # The sentence quotes the words.
+            assert [row | {"sentence": ""} for row in after] == [row | {"sentence": ""} for row in before]
 
 
 @pytest.mark.parametrize("kind", ["double_free", "next_token_swap"])
