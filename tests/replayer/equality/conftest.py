@@ -3,6 +3,8 @@
 import pytest
 from kvcanary.replayer.lab.faults import FAULTS
 
+from ...support.places import DATA
+
 NORMAL_CASES = 500
 # In a normal run each test goes through the first few; make equality goes through forty times as many.
 SEEDED = {"history_seed": 6, "engine_seed": 1, "pair_seed": 1}
@@ -14,6 +16,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, count in SEEDED.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, range(count * times))
+    if "recorded_trace" in metafunc.fixturenames:
+        corpus = sorted((DATA / "corpus").glob("*.arrow"))
+        # tests/corpus replays them all by the default executor. In a normal run every third is replayed by both.
+        traces = sorted(path for path in DATA.rglob("*.arrow") if path.parent.parent.name != "simulated")
+        traces = [path for path in traces if path not in corpus or times > 1 or corpus.index(path) % 3 == 0]
+        metafunc.parametrize("recorded_trace", traces, ids=[path.stem for path in traces])
     if "lab_trial" in metafunc.fixturenames:
         trials = []
         # In a normal run every other fault, which takes long enough.

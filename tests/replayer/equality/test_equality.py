@@ -17,15 +17,13 @@ from ...support.places import DATA
 from ...support.random_forwards import HEADER, forward, kv_copy
 from ...support.raw_traces import bend, lasting, read_raw, write_raw
 
-ALONE = sorted(path for path in DATA.rglob("*.arrow") if path.parent.parent.name != "simulated")
 PAIRS = sorted(path for path in (DATA / "simulated").iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("trace", ALONE, ids=lambda path: path.stem)
-def test_recorded(trace: Path, tmp_path: Path) -> None:
+def test_recorded(recorded_trace: Path, tmp_path: Path) -> None:
     # tests/corpus finds the incidents of its traces; what merging does to rows, the other traces show.
-    corpus = trace.parent == DATA / "corpus"
-    check([trace], tmp_path, ways=("interval",) if corpus else tuple(WAYS), incidents=not corpus)
+    corpus = recorded_trace.parent == DATA / "corpus"
+    check([recorded_trace], tmp_path, ways=("interval",) if corpus else tuple(WAYS), incidents=not corpus)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda path: path.name)
