@@ -15,7 +15,7 @@ from ..state.tables import StateTables
 from ..state.writes import stays
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
-from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS
+from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS, SUBMITTED
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host, one_of
 from .kv_shadow import GroupKvShadow, of_runner
@@ -226,7 +226,7 @@ def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list
     if not 0 <= number < len(streams):
         raise ValueError(f"submitted has a key {key}, the header has no such (group, stream)")
     stream, tokens = streams[number], forward.input_ids.size
-    if stream.origin == "submitted" or stream.samples:
+    if stream.origin == SUBMITTED or stream.samples:
         raise ValueError(
             f"submitted[{group}, {number}]: the stream is taken on submission, or samples layers, so there is nothing beside it"
         )

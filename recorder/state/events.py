@@ -95,6 +95,7 @@ class TransferEvent(KnownEvent):
     group: int
     slots: Int64Array
     landed: tuple[ByteArray, ...]
+    pulled: bool  # of what is sent, the other side takes what it lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,7 @@ def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEve
         start_position=int(first[0]) if len(first) else 0,
         group=group,
         slots=slots,
+        pulled=str(view.scalar("note")) == schema.PULLED,
         landed=stream_bytes(view, "kv_bytes", groups[group].streams, len(slots)) if lands else (),
         parts=_expanded(numbers, starts, counts),
     )

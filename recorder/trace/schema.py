@@ -187,6 +187,9 @@ SEND: Final = "send"
 RECEIVE: Final = "receive"
 TransferDirection = Literal["send", "receive"]
 TRANSFER_DIRECTIONS: Final = get_args(TransferDirection)
+PULLED: Final = "held ready"  # the note of a send of which the other side takes what it lacks
+
+SUBMITTED: Final = "submitted"  # the origin of a stream's bytes: what the model hands to the cache
 
 # What a header may promise of the history of slots: nothing, or that every alloc, free, evict, hand-over to the prefix
 # cache and request status is recorded.

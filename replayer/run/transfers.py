@@ -5,7 +5,7 @@ through the exchange, records and bytes. The receiver's bytes are those that it 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from ...kernels.ops.hash.kv_source import fold_kv
 from ...recorder.state.events import TransferEvent
 from ...recorder.state.pools import RECORD_BYTES, GroupPool
 from ...recorder.state.writes import KvChanges
+from ...recorder.trace.schema import SUBMITTED
 from ..report.findings import Finding, event_finding, of_request
 from ..report.report import Results
 
@@ -37,6 +38,16 @@ class Parcel:
     unknown: BoolArray  # [n] slots that the sender's trace cannot vouch for
     chain_starts: Int64Array  # [n] where the chains of their records begin
     damaged: BoolArray  # [n] slots whose bytes were not those written
+    pulled: bool = False  # the receiver takes what it lacks of it
+
+    def part(self, start: int, count: int) -> "Parcel":
+        """Return the slots from the `start`-th on, at most so many."""
+        mine = slice(start, start + count)
+        records = ({half: of_half[mine] for half, of_half in side.items()} for side in (self.head, self.tail))
+        names = ("slots", "unknown", "chain_starts", "damaged")
+        parts = {name: getattr(self, name)[mine] for name in names}
+        head, tail = records
+        return replace(self, head=head, tail=tail, kv=[data[mine] for data in self.kv], **parts)
 
 
 class Exchange:
@@ -66,12 +77,21 @@ class Exchange:
         """Forget a parcel whose transfer failed."""
         self._parcels.pop(key, None)
 
-    def receive(self, key: ParcelKey) -> Parcel | None:
-        """Hand out a parcel, once; None if no sender has it."""
+    def receive(self, key: ParcelKey, count: int) -> Parcel | None:
+        """Hand out a parcel, once; None if no sender has it. Of one that is pulled, `count` slots from the position on."""
+        room, group, position = key
+        whole = room, group, 0
         waiting = list(self.senders)
-        while key not in self._parcels and waiting:
-            waiting = [sender for sender in waiting if key not in self._parcels and sender()]
-        return self._parcels.pop(key, None)
+        while not (found := key in self._parcels or self._is_pulled(whole)) and waiting:
+            waiting = [
+                sender for sender in waiting if not (key in self._parcels or self._is_pulled(whole)) and sender()
+            ]
+        if not found or not self._is_pulled(whole):
+            return self._parcels.pop(key, None)
+        return self._parcels.pop(whole).part(position, count)
+
+    def _is_pulled(self, key: ParcelKey) -> bool:
+        return key in self._parcels and self._parcels[key].pulled
 
 
 _KV_HASH_WORD = RECORD_BYTES // 8 - 1
@@ -113,7 +133,9 @@ class Transfers:
         self._summary.transfers_received += 1
         pool, slots = self._pools[transfer.group], transfer.slots
         key = (transfer.room, pool.group.name, transfer.start_position)
-        parcel = self._exchange.receive(key) if self._exchange is not None and transfer.room >= 0 else None
+        parcel = None
+        if self._exchange is not None and transfer.room >= 0:
+            parcel = self._exchange.receive(key, len(slots))
         if parcel is None or not _fits(parcel, pool):
             self._summary.transfers_unmatched += transfer.room >= 0  # without a room nobody has sent it
             pool.forget(slots)
@@ -124,6 +146,10 @@ class Transfers:
             for half, records in mine.items():
                 records[here] = theirs[half][:count]
         pool.learn(slots)
+        streams = zip(_leading(pool.group.streams, pool), _leading(pool.pool.kv, pool), parcel.kv, strict=True)
+        for stream, data, sent in streams:
+            if stream.origin == SUBMITTED:  # nobody has seen them land: the model of this side has not handed them in
+                data[here] = sent[:count]
         pool.pool.chain_starts[here] = parcel.chain_starts[:count]
         pool.any_unknown |= bool(parcel.chain_starts.any())
         if parcel.unknown.any():
@@ -135,8 +161,11 @@ class Transfers:
             detail = f"received {len(transfer.slots)} slots where {parcel.trace} sent {len(parcel.slots)}"
             return [self._finding("transfer_differs", transfer, min(count, len(transfer.slots) - 1), detail)]
         differs = np.zeros(count, np.bool_)
-        for theirs, mine in zip(parcel.kv, _leading(transfer.landed, self._pools[transfer.group]), strict=True):
-            differs |= (theirs != mine).any(axis=1)
+        pool = self._pools[transfer.group]
+        landed = zip(_leading(pool.group.streams, pool), parcel.kv, _leading(transfer.landed, pool), strict=True)
+        for stream, theirs, mine in landed:
+            if stream.origin != SUBMITTED:
+                differs |= (theirs != mine).any(axis=1)
         wrong = np.flatnonzero(differs & ~parcel.unknown)
         what = f"hold other bytes than {parcel.trace} sent in event {parcel.event}, the first from its slot "
         what += f"{int(parcel.slots[wrong[0]])}: the transfer or the decode side went wrong" if len(wrong) else ""
@@ -170,6 +199,7 @@ class Transfers:
             unknown=tier.unknown[slots],
             chain_starts=tier.chain_starts[slots],
             damaged=damaged,
+            pulled=transfer.pulled,
         )
 
     def _found(self, kind: str, transfer: TransferEvent, which: Int64Array, what: str) -> list[Finding]:

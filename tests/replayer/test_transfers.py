@@ -7,12 +7,15 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.header import KvStream
+from kvcanary.recorder.trace.schema import PULLED
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.report.summary import Verdict
 from kvcanary.replayer.run.replay import ReplaySettings, replay, replay_joined
 from kvcanary.replayer.run.transfers import Exchange
 
 from ..support.raw_traces import write_in_batches
+from . import pd_engine
 from .pd_engine import SLOTS, Side, carry
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -51,6 +54,67 @@ def pair(folder: Path, *, spoil: str = "", decode_first: bool = False):
         decode.forward([17], [51], start=6, mode="decode", truth=[*PROMPT, 16, 17], sampled=[18])
     paths = [prefill.close(), decode.close()]
     return paths[::-1] if decode_first else paths
+
+
+def pull(folder: Path, *, first: int = 0, count: int = 5, spoil: str = ""):
+    """The decode side reads what it lacks out of what the prefill side holds ready, some time later."""
+    prefill = Side(folder / "prefill.arrow", role="prefill", room=5)
+    decode = Side(folder / "decode.arrow", role="decode", room=5, request=107)
+    prefill.forward(PROMPT, SENT, truth=PROMPT, sampled=[16])
+    prefill.transfer("start", "send", SENT, note=PULLED)
+    if first:  # its own prefix cache has the first ones
+        decode.forward(PROMPT[:first], RECEIVED[:first], truth=PROMPT)
+    mine, theirs = slice(first, first + count), RECEIVED[first : first + count]
+    decode.transfer("start", "receive", theirs, start_position=first)
+    carry(prefill, SENT[mine], decode, theirs)
+    if spoil == "wire":
+        decode.kv[1][theirs[-1], 9] ^= 0xFF
+    decode.table[1, first : first + count] = theirs
+    decode.transfer("end", "receive", theirs, start_position=first)
+    prefill.transfer("end", "send", SENT, note=PULLED)
+    known = [*PROMPT, 16][: first + count + 1]
+    decode.forward(known[-1:], [50], start=first + count, mode="decode", truth=known)
+    return [prefill.close(), decode.close()]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (2, 3), (0, 4), (1, 2)])
+def test_what_the_other_side_takes_of_what_is_held_ready_is_known(first, count, tmp_path):
+    summaries, rows = judge(pull(tmp_path, first=first, count=count), tmp_path)
+    assert rows == {"prefill": [], "decode": []}
+    decode = summaries["decode"]
+    assert (decode.transfers_received, decode.transfers_unmatched, decode.unknown_entries) == (1, 0, 0)
+    assert decode.violations == 0
+    assert decode.verified == (first + count) * 4
+
+
+def test_of_bytes_that_are_taken_on_submission_nobody_says_how_they_landed(tmp_path, monkeypatch):
+    def stream(*, half, **more):
+        return KvStream(half=half, origin="submitted" if half == "V" else "stored", **more)
+
+    monkeypatch.setattr(pd_engine, "KvStream", stream)
+    summaries, rows = judge(pull(tmp_path, spoil="wire"), tmp_path)
+    assert rows["decode"] == []
+    assert summaries["decode"].violations == 0
+    assert summaries["decode"].unknown_entries == 0
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_lands_otherwise_than_it_was_held_ready_is_found(first, tmp_path):
+    _, rows = judge(pull(tmp_path, first=first, count=5 - first, spoil="wire"), tmp_path)
+    (finding,) = rows["decode"]
+    assert (finding["kind"], finding["slot"], finding["position"]) == ("transfer_differs", 39, 4)
+
+
+def test_more_than_was_held_ready_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SENT", [*SENT[:4]])
+    monkeypatch.setattr(f"{__name__}.PROMPT", PROMPT[:4])
+    prefill = Side(tmp_path / "prefill.arrow", role="prefill", room=5)
+    decode = Side(tmp_path / "decode.arrow", role="decode", room=5, request=107)
+    prefill.forward(PROMPT, SENT, truth=PROMPT)
+    prefill.transfer("start", "send", SENT, note=PULLED)
+    decode.transfer("end", "receive", RECEIVED)
+    (finding,) = judge([prefill.close(), decode.close()], tmp_path)[1]["decode"]
+    assert "received 5 slots where prefill.arrow sent 4" in finding["detail"]
 
 
 def judge(paths, folder):

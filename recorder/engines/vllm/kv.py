@@ -14,12 +14,11 @@ from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.ops.hash.kv_source import KvSource
 from ...capture.kv_tensor import KvTensor
 from ...trace.header import KvStream
-from ...trace.schema import TIER_POOL
+from ...trace.schema import SUBMITTED, TIER_POOL
 from ..common.hooking import OnFault, wrap_method
 
 ALIGN_BYTES: Final = 16
 STORED: Final = "stored"
-SUBMITTED: Final = "submitted"
 
 
 class _Mirror:

@@ -23,6 +23,7 @@ from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
+from .connectors.pairs import role_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftWrites
@@ -76,7 +77,8 @@ class VllmRecording:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
         pool = None if no_history else scheduler.kv_cache_manager.coordinator.block_pool
         sweep_every = settings.sweep_every if getattr(pool, "enable_caching", False) else 0
-        header = begins(describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every))
+        described = describe_engine(runner, layout, notes, history=not no_history, sweep_every=sweep_every)
+        header = begins(dataclasses.replace(described, role=role_of(runner.vllm_config, scheduler)))
         settings.folder.mkdir(parents=True, exist_ok=True)
         connector = connector_of(runner.vllm_config)
         self.on_device: DeviceSteps | None = None

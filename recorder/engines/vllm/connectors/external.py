@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .....kernels.arrays import Int64Array
 from ....capture.host_arrays import ragged_index, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.header import NotWatched
@@ -20,8 +21,10 @@ from ..step import Step, VllmRequest, VllmRequests, table_read
 from .copies import ConnectorCopies, ExternalSlots, HostPages
 from .landed import LandedBlocks
 from .landed import not_watched as not_watched_unknown
+from .pairs import HeldReady, role_of, room_of
 from .storages import Member
 
+_NO_BLOCKS: Final = np.empty(0, np.int64)
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
 # prefix anew, over what the prefix cache holds of it.
 EXACT: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"})
@@ -61,6 +64,7 @@ class ExternalLoads:
         ]
         self._connector = connector
         self._groups = layout.groups
+        self._held = HeldReady(layout, requests, recorder)
         self._requests = requests
         self._recorder = recorder
         self._scheduler = scheduler
@@ -68,13 +72,17 @@ class ExternalLoads:
         self._under_way: set[str] = set()
         self._ends_are_seen = False
         self._landed: set[str] = set()  # requests whose load the runner has seen end, if it has no scheduler
+        self._pulls = False  # what is loaded lies in a prefill engine
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook the scheduler's blocks, behind the hooks of the slot history: a slot is given out, then loaded."""
         for copies in self._copies:
             copies.attach(on_fault)
+        if self._scheduler is not None:
+            self._held.attach(self._scheduler, on_fault)
         if not self._connector or self._scheduler is None:
             return
+        self._pulls = role_of(getattr(self._scheduler, "vllm_config", None), self._scheduler) == "decode"
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         for group in self._groups:
             hook = self._around_loads(group, managers[group.gid])
@@ -118,18 +126,18 @@ class ExternalLoads:
 
     def on_finished(self, output: Any, *_args: Any, **_kwargs: Any) -> None:
         """Record loads that are over, before their slots are used or given back; a load that failed fills slots too."""
-        for name in getattr(output, "finished_recving", None) or ():
-            self._over(name)
         failed = np.array(sorted(getattr(output, "invalid_block_ids", None) or ()), np.int64)
+        for name in getattr(output, "finished_recving", None) or ():
+            self._over(name, failed)
         for group in self._groups if failed.size else ():  # a block is one group's; which one's is not said
             starts = failed[(failed > 0) & (failed < group.num_blocks)] * group.block_size
             slots = runs_to_slots(starts, np.full(starts.size, group.block_size, np.int64))
             if slots.size:
                 self._receive("failed", ExternalSlots(group.index, 0, slots, own=False), -1)
 
-    def _over(self, name: str) -> None:
+    def _over(self, name: str, failed: Int64Array = _NO_BLOCKS) -> None:
         if name in self._loads:
-            self._record(name, "end")
+            self._record(name, "end", failed)
             self._ended(name, self._loads[name])
             for copies in self._copies:
                 copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
@@ -152,20 +160,29 @@ class ExternalLoads:
         self._loads.pop(name, None)
         self._under_way.discard(name)
 
-    def _record(self, name: str, status: TransferStatus) -> None:
-        known = self._requests.get(name)
+    def _record(self, name: str, status: TransferStatus, failed: Int64Array = _NO_BLOCKS) -> None:
+        known, room = self._requests.get(name), self._room(name)
         for load in self._loads[name]:
+            group = self._groups[load.group]
+            # What failed is not what the other side holds; and of a window not all of that is read.
+            other = group.window or bool(np.isin(load.slots // group.block_size, failed).any())
             if load.own or status == "end":
-                self._receive(status, load, known.request_id if known is not None and load.own else -1)
+                number = known.request_id if known is not None and load.own else -1
+                self._receive(status, load, number, -1 if other or not load.own else room)
 
-    def _receive(self, status: TransferStatus, load: ExternalSlots, request_id: int) -> None:
+    def _room(self, name: str) -> int:
+        """Return what the engine that a request's blocks are pulled from calls it, -1 if that is not known."""
+        request = self._scheduler.requests.get(name) if self._pulls else None
+        return room_of(getattr(request, "kv_transfer_params", None))
+
+    def _receive(self, status: TransferStatus, load: ExternalSlots, request_id: int, room: int = -1) -> None:
         where: dict[str, Any] = {
             "group": load.group,
             "slots": load.slots,
             "start_position": load.start,
             "peer": self._connector,
         }
-        self._recorder.transfer(status, direction=RECEIVE, room=-1, request_id=request_id, **where)
+        self._recorder.transfer(status, direction=RECEIVE, room=room, request_id=request_id, **where)
 
     def took_result(self, result: Any) -> None:
         """Take note of the loads that have ended, by a runner's output."""
