@@ -62,7 +62,12 @@ def main(model: str, *, adapters: dict[str, str] | None = None, **more: object) 
             if grammar := fields.pop("structured_outputs", None):
                 fields["structured_outputs"] = StructuredOutputsParams(**grammar)
             greedy = {"max_tokens": step["max_tokens"], "temperature": 0, "ignore_eos": True, "detokenize": False}
-            sampling = SamplingParams(**{**greedy, **fields})
+            try:
+                sampling = SamplingParams(**{**greedy, **fields})
+            except ValueError as error:  # what does not go together, as a server refuses it
+                print(f"{name} is refused: {error}", flush=True)
+                leaves.pop(name)
+                continue
             asked = {"prompt_token_ids": texts[name]} | ({"cache_salt": step["salt"]} if step.get("salt") else {})
             engine.add_request(name, asked, sampling, lora_request=loras.get(step.get("adapter")), priority=priority)
         elif step["do"] in ("wait", "flush"):

@@ -7,7 +7,7 @@ from ...recorder.trace.batch import EventView, TraceBatch
 from ...recorder.trace.schema import IDENTITY_KINDS, TIER_HOST, TIER_POOL
 
 PATHS: Final = {
-    "chunk": "prompts prefilled in parts",
+    "chunk": "parts of prompts, without the last of each",
     "share": "requests that began with a cached prefix",
     "mixed": "forwards with prefill and decode",
     "retract": "requests retracted or preempted",

@@ -84,14 +84,15 @@ def make_round(seed: int, number: int, aim: str, limits: Limits) -> list[Step]:
     for n in range(_MOST_REQUESTS):
         if n > 3 and budget < 0:
             break
-        if "stagger" in has or rng.random() < 0.3:
+        grows = "crowd" in has and rng.random() < 0.85  # one of many short prompts that outgrow the pool together
+        if not grows and ("stagger" in has or rng.random() < 0.3):
             at += int(rng.expovariate(1 / 60))
         fit = [name for name, end in ends.items() if end < limits.longest - 8]
         before = rng.choice(fit) if fit and "shared" in has and rng.random() < 0.3 else ""
         room = limits.longest - ends.get(before, 0)
         answer = rng.randint(1, max(1, min(room // 2, 24)))
-        if "crowd" in has and rng.random() < 0.85:  # short prompts, begun together, that outgrow the pool
-            answer = max(1, min(room // 2, rng.randint(limits.pool // 8, limits.pool // 4)))
+        if grows:
+            answer = max(1, min(room // 2, rng.randint(limits.pool // 8, limits.pool // 2)))
             room = min(room, answer + max(2, limits.pool // 16))
         prompt = _prompt(rng, seed, f"{number}/{n}", has, room - answer, limits)
         leaves = rng.randint(0, answer - 1) if "abort" in has and rng.random() < 0.4 else -1

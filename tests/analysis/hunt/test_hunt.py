@@ -60,9 +60,11 @@ def test_a_crowd_is_admitted_together_and_outgrows_the_pool(pool):
     outgrown = 0
     for number in range(20):
         steps = make_round(5, number, "retract", Limits(pool=pool, longest=240, vocabulary=500))
-        short = sorted((step for step in steps if step.do == "ask"), key=lambda step: len(step.prompt))[:8]
-        together, answers = sum(len(step.prompt) for step in short), sum(step.max_tokens for step in short)
-        outgrown += together < pool / 2 and together + answers > pool
+        at_once = Counter[int]()
+        for step in steps:
+            if step.do == "ask" and len(step.prompt) <= pool // 16:
+                at_once[step.at_ms] += len(step.prompt) + step.max_tokens
+        outgrown += max(at_once.values(), default=0) > pool
     assert outgrown > 10, outgrown
 
 
