@@ -75,6 +75,15 @@ ROUND_NOTES = (
             "since no load failed in the first; it was found clean both times."
         ),
     ),
+    (
+        "a321006",
+        (
+            "One more is not in what is recorded there: of each token's K and V 16 bytes are kept, which are the first head's "
+            "(`every_rank_gets_the_first_head`, found clean). `left_window_cached_again` was "
+            "recorded a second time before the rules were touched, since no hit of the first ended where slots were gone; it was "
+            "found clean."
+        ),
+    ),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

@@ -26,6 +26,7 @@ SETUPS = {
     "llama-weights": ("llama", 1, 512, False, 4, False),
     "hybrid-page16": ("mellum_hybrid", 16, 512, False, 4, False),
     "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
+    "hybrid-turns": ("mellum_hybrid", 1, 512, False, 4, False),
     "recurrent": ("lfm2", 1, 512, False, 4, False),
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
@@ -67,6 +68,10 @@ def generate(setup: str, folder: Path) -> None:
         retract_now_and_then()
     if model == "lfm2":
         use_plain_convolutions()
+    if (
+        setup == "hybrid-turns"
+    ):  # without a bug this attention needs slots that its sliding pool does not have, and ends
+        os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -97,7 +102,11 @@ def generate(setup: str, folder: Path) -> None:
             done, said = engine.update_weights_from_tensor([("model.norm.weight", torch.full((64,), 0.5))])
             engine.end_weight_update()
             assert done, said
+        if number and setup == "hybrid-turns":  # goes on inside an answer that was longer than the window
+            batch = [prompts[0] + outputs[0][:24] + tokens(5), prompts[3] + outputs[3][:20] + tokens(7)]
         sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
+        if setup == "hybrid-turns":
+            sampling = [{**one, "max_new_tokens": 40} for one in sampling]
         outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling)]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     engine.shutdown()

@@ -38,6 +38,7 @@ def values_loaded_over_the_keys(fired: Fired) -> None:
     "failed_load_counted_loaded",
     "layout_misread",
     origin="SGLang",
+    recorded=False,
 )
 def every_rank_gets_the_first_head(fired: Fired) -> None:
     """The number of heads that a receiving rank has comes out as none where there are more ranks than heads, and with it the first
