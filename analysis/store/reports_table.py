@@ -4,9 +4,6 @@ A file has one row, with the report's incidents in it, and a name that follows f
 at all, and what is collected twice is there once. Nobody writes to a file of another, so any number may collect at a time.
 """
 
-import io
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +14,6 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
-import pyarrow.parquet as pq
 
 from ...recorder.errors import first_line
 from ...recorder.files import replace_file
@@ -27,10 +23,10 @@ from ..errors import AnalysisError
 from .live import connect
 from .session import MEMORY_LIMIT, SqlSession, lock
 from .sources import read_summary
+from .table_files import parquet_file, sound_files
 
 MARK: Final = "kvcanary-reports.json"  # at the top of a table
 _MARK_TEXT: Final = b'{"kvcanary_reports": 1}\n'
-_READERS: Final = 16
 _UNKNOWN: Final = "unknown"
 
 _TEXT, _COUNT, _TIME = pa.utf8(), pa.int64(), pa.timestamp("us", "UTC")
@@ -193,11 +189,9 @@ def add_report(report: Path, table: Path, *, node: str = "", place: str | None =
         f"{name}={quote(str(value or _UNKNOWN), safe='')}" for name, value in zip(_PARTITIONS, places, strict=True)
     ]
     name = "/".join([*folders, f"{row['report_id']}.parquet"])
-    content = io.BytesIO()
-    packed = "zstd" if row["incidents"] else "none"  # one row alone gets larger by it, and takes twice as long
+    # one row alone gets larger by being packed, and takes twice as long
     rows = pa.Table.from_pylist([row], schema=SCHEMA)
-    pq.write_table(rows, content, compression=packed, use_dictionary=bool(row["incidents"]))
-    write_file(table / name, content.getvalue())
+    write_file(table / name, parquet_file(rows, packed=bool(row["incidents"])))
     if not is_table(table):
         mark_table(table)
     return name
@@ -267,11 +261,8 @@ def open_table(table: Path, *, unlocked: bool = False) -> ReportsTable:
         listed = filesystem.get_file_info(pyarrow.fs.FileSelector(top, recursive=True))
     except (OSError, pa.ArrowException) as error:
         raise AnalysisError(f"{table}: cannot be listed ({first_line(error)})") from None
-    paths = sorted(one.path for one in listed if one.is_file and one.path.endswith(".parquet") and "/." not in one.path)
+    paths, problems = sound_files(filesystem, listed, SCHEMA)
     rows = _dataset(filesystem, top, paths)
-    problems = dict(_damaged(rows))
-    if problems:
-        rows = _dataset(filesystem, top, [path for path in paths if path not in problems])
     with ExitStack() as resources:
         connection = connect(":memory:", resources, MEMORY_LIMIT)
         try:
@@ -291,31 +282,3 @@ def _dataset(filesystem: Any, top: str, paths: list[str]) -> Any:
     options = ds.FileSystemFactoryOptions(partition_base_dir=top, partitioning=_PARTITIONING)
     factory = ds.FileSystemDatasetFactory(filesystem, paths, ds.ParquetFileFormat(), options)
     return factory.finish(pa.unify_schemas([SCHEMA, _PARTITIONING.schema]))
-
-
-def _fits(given: pa.DataType, known: pa.DataType) -> bool:
-    """Whether a column can be read as this version knows it: fields of its rows may be missing, or be more."""
-    if pa.types.is_list(given) and pa.types.is_list(known):
-        return _fits(given.value_type, known.value_type)
-    if pa.types.is_struct(given) and pa.types.is_struct(known):
-        there = {field.name: field.type for field in given}
-        return all(_fits(there[field.name], field.type) for field in known if field.name in there)
-    return bool(given == known)
-
-
-def _damaged(rows: Any) -> Iterator[tuple[str, str]]:
-    """Yield the files whose metadata cannot be read, or that have a column of another type, and why."""
-
-    def problem(fragment: Any) -> str:
-        try:
-            for column in fragment.physical_schema:
-                at = SCHEMA.get_field_index(column.name)
-                if at >= 0 and not _fits(column.type, SCHEMA.field(at).type):
-                    return f"its column {column.name} is {column.type}, expected {SCHEMA.field(at).type}"
-        except (OSError, pa.ArrowException) as error:
-            return first_line(error)
-        return ""
-
-    with ThreadPoolExecutor(_READERS) as readers:
-        fragments = list(rows.get_fragments())
-        yield from ((one.path, why) for one, why in zip(fragments, readers.map(problem, fragments), strict=True) if why)

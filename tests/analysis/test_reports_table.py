@@ -1,6 +1,10 @@
 """Reports of many recordings in one table: nothing twice, nothing half, and what is damaged is left out and named."""
 
+import io
 import json
+import os
+import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.analysis.store.reports_table import QUESTIONS
+from kvcanary.analysis.store.reports_table import QUESTIONS, open_table
 
 from ..support.commands import run
 
@@ -102,6 +106,40 @@ def test_a_damaged_file_is_left_out_and_named(table: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 1}])
     notes = done.stderr.splitlines()
     assert [note.startswith("note: ") and "left out, " in note for note in notes] == [True, True], notes
+
+
+def test_no_changed_bit_changes_an_answer(table: Path) -> None:
+    """With a checksum each is found; without one, as older versions wrote it, what cannot be read takes no other row with it."""
+    query = "select report_id, verdict, tokens, began, coverage from _reports order by report_id"
+    with open_table(table) as session:
+        whole = session.sql(query).to_pylist()
+    one = sorted(table.rglob("*.parquet"))[0]
+    good = one.read_bytes()
+    plain = io.BytesIO()
+    pq.write_table(pq.read_table(one, partitioning=None), plain, compression="zstd")
+    rng = random.Random(0)
+    for content, least in ((good, 40), (plain.getvalue(), 0)):
+        left_out = 0
+        for _ in range(40):
+            at = rng.randrange(len(content))
+            one.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :])
+            with open_table(table) as session:
+                rows = session.sql(query).to_pylist()
+                left_out += len(session.problems)
+            assert len(rows) == len(whole) - len(session.problems)
+            assert not least or all(row in whole for row in rows)
+        assert left_out >= least
+
+
+def test_a_copy_counts_once(table: Path) -> None:
+    first, second, *_ = sorted(table.rglob("*.parquet"))
+    shutil.copy(first, first.with_name("copy.parquet"))
+    (table / "backup").mkdir()
+    shutil.copy(second, table / "backup")
+    os.utime(table / "backup" / second.name, (1, 1))
+    done = run("sql", table, "select count(*) as n, count(day) as days from reports", "--json")
+    assert json.loads(done.stdout) == [{"n": 3, "days": 3}]
+    assert f"copy.parquet: left out, it is a copy of {first.name}" in done.stderr
 
 
 def test_older_and_newer_files_are_read_together(table: Path) -> None:
