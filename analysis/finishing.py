@@ -54,17 +54,18 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_page(summary: Summary, *, wanted: bool) -> str:
-    """Write the page of a replay that found something, drop an earlier one's, and return what to say to the user."""
+    """Write the page of a replay that found something, drop what was made of an earlier one, and return what to say to the user."""
     if summary.report is None:
         return ""
     from ..recorder.errors import first_line
-    from ..replayer.report.report import PAGE_NAME
+    from ..replayer.report.report import EXPANDED_NAME, PAGE_NAME
     from .errors import AnalysisError, NoPlotLibraryError
 
     report = Path(summary.report)
     again = f"kvcanary page {shlex.quote(summary.report)}"
     try:
-        (report / PAGE_NAME).unlink(missing_ok=True)
+        for name in (PAGE_NAME, EXPANDED_NAME):
+            (report / name).unlink(missing_ok=True)
         if not wanted or not (summary.violations or summary.findings):
             return ""
         if summary.tokens > MAX_TOKENS_AT_ONCE:

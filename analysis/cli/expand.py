@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-OUTPUT_NAME: Final = "violation_forwards.parquet"
 
 _EPILOG = """\b
 Examples:
@@ -39,7 +38,10 @@ Exit codes: 0 written, 2 wrong usage, an unreadable report, or a report of anoth
 @click.command("expand", epilog=_EPILOG)
 @report_argument
 @click.option(
-    "-o", "--output", type=GivenPath(dir_okay=False), help=f"The Parquet file to write. [default: REPORT/{OUTPUT_NAME}]"
+    "-o",
+    "--output",
+    type=GivenPath(dir_okay=False),
+    help="The Parquet file to write. [default: REPORT/violation_forwards.parquet]",
 )
 @trace_option
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
@@ -52,6 +54,7 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
     once; of a report of a stepwise replay the rows are copied as they are.
     """
     from ...recorder.errors import TraceError
+    from ...replayer.report.report import EXPANDED_NAME
     from ..store.output import spare
     from ..store.sources import find_sources
 
@@ -61,7 +64,7 @@ def expand_command(report: Path, output: Path | None, trace: Path | None, as_jso
             raise AnalysisError(f"{report}: a trace without a report; name the folder that kvcanary-replay wrote")
         if source.trace is None:
             raise AnalysisError(f"{source.problem}; name the place that it has moved to with --trace")
-        target = output or source.report / OUTPUT_NAME
+        target = output or source.report / EXPANDED_NAME
         spare(source.kept, target)
         expected = (source.summary or {}).get("violations")
         made = _write(source.report, source.files, target, expected if isinstance(expected, int) else None)

@@ -27,7 +27,8 @@ from .violations import ROWS_PER_SLOT, VIOLATION_SCHEMA, LaunchViolations, RowLi
 SUMMARY_NAME: Final = "summary.json"
 STORE_NAME: Final = "report.duckdb"
 PAGE_NAME: Final = "report.html"
-# What a report holds, but for its page; analysis/ makes some of it.
+EXPANDED_NAME: Final = "violation_forwards.parquet"  # `kvcanary expand` writes it
+# What a report holds, but for its page and its expanded rows; analysis/ makes some of it.
 REPORT_FILES: Final = (
     *(SUMMARY_NAME, "violations.parquet", "findings.parquet", "incidents.parquet", "incident_members.parquet"),
     *("swa_divergence.parquet", STORE_NAME),
@@ -55,7 +56,7 @@ def _is_ours(name: str, mode: int) -> bool:
         return name.startswith((STRETCH_PREFIX, _OWN_PREFIX))
     if not stat.S_ISREG(mode):
         return False
-    known = name.removesuffix(".partial") in (*REPORT_FILES, PAGE_NAME) or name.startswith(_OWN_PREFIX)
+    known = name.removesuffix(".partial") in (*REPORT_FILES, PAGE_NAME, EXPANDED_NAME) or name.startswith(_OWN_PREFIX)
     return known or name.endswith(".arrow")  # a trace may lie beside its report's files
 
 

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.cli.expand import expand_command
+from kvcanary.analysis.finishing import add_page, finish
+from kvcanary.replayer.cli.replay import make_replay_command
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..support.places import DATA
@@ -54,6 +56,19 @@ def test_it_writes_the_rows_of_a_stepwise_replay(reports, tmp_path):
     told = json.loads(run(merged, "-o", tmp_path / "r.parquet", "--json").output)
     assert told == {"report": str(merged), "output": str(tmp_path / "r.parquet"), "rows": many, "merged_rows": few}
     assert rows(tmp_path / "r.parquet") == rows(made)
+
+
+def test_the_report_is_kvcanarys_as_before_and_the_next_replay_drops_the_rows(tmp_path):
+    trace = shutil.copy(DATA / "free_too_early.arrow", tmp_path / "t.arrow")
+    report = tmp_path / "t.report"
+    for _ in range(2):
+        result = CliRunner().invoke(
+            make_replay_command(finish=finish, add_page=add_page), [str(trace), "--report", str(report), "--no-page"]
+        )
+        assert result.exit_code == 1, result.output
+        assert not (report / "violation_forwards.parquet").exists(), "rows of an earlier replay"
+        assert run(report).exit_code == 0
+        assert (report / "violation_forwards.parquet").exists()
 
 
 def test_what_it_reads_is_not_overwritten(reports, tmp_path):
