@@ -1,5 +1,6 @@
 """Rounds of generated requests, recorded and judged, until an incident shows or the time is over."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,7 @@ class Hunt:
         while not (run.damaged or run.failed) and time.monotonic() < until:
             self.state = "asking"
             self._told(self)
-            run.drive(self._workload or self._rounds(), until)
+            run.drive(self._workload or self._rounds(), math.inf if self._workload and self._plan.script else until)
             if self._plan.script or self._workload:
                 break
             if not run.is_recorded():

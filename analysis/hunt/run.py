@@ -1,7 +1,6 @@
 """One life of an engine: started with the recorder on, asked, judged while it runs, ended."""
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -117,13 +116,14 @@ class RecordedRun:
         self.longest, self.adapters = self.server.describe()
 
     def drive(self, steps: Sequence[Step], until: float) -> None:
-        """Have the engine do more steps: up to their end, the first damage, or, but for a script, `until` by `time.monotonic`."""
+        """Have the engine do more steps: up to their end, the first damage, or `until` by `time.monotonic`; a script that has
+        recorded nothing yet is let go on.
+        """
         self.steps += steps
         write_workload(self.folder / WORKLOAD_NAME, self.steps)
         asker = None
         if self._plan.script:
             self._start()
-            until = math.inf
         elif self.server is not None:
             asker = Asker(self.server, steps, self._pause)
         self._moved = time.monotonic()
@@ -131,7 +131,7 @@ class RecordedRun:
             while not self._ended() and not (asker is not None and asker.done):
                 moved = self._judge()
                 until = min(until, time.monotonic() + _MORE_S) if self.damaged else until
-                if time.monotonic() > until:
+                if time.monotonic() > until and (self.headers or not self._plan.script):
                     break
                 patience = self._plan.patience_s if self.headers else self._plan.start_s
                 if not moved and time.monotonic() > self._moved + patience:

@@ -208,6 +208,12 @@ def test_nothing_found_and_nothing_recorded_are_not_the_same(tmp_path):
     assert still.exit_code == 125 and "stood still" in still.output
 
 
+def test_a_script_is_ended_when_the_time_is_over(tmp_path):
+    slow = script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE; exec sleep 60")
+    done = run("hunt", "--script", "--minutes", 0.05, "--patience", 20, "-o", tmp_path / "out", "--", *slow)
+    assert done.exit_code == 0 and "nothing found" in done.output, done.output
+
+
 def test_shrinks_a_workload_by_running_it(tmp_path):
     write_workload(tmp_path / "w.jsonl", [*STEPS, Step(do="wait")])
     # damage needs r1 and r3, of which one has a prompt of two tokens at least
