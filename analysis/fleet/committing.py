@@ -127,7 +127,8 @@ def _error_row(recording: Recording, error: str) -> Row:
 
 
 def _how(fleet: Fleet) -> GroupTask:
-    return GroupTask(settings=fleet.settings, explicit=True, all_there=True, finish=finish)
+    no_room = "make room, and run the same command again"
+    return GroupTask(settings=fleet.settings, explicit=True, all_there=True, finish=finish, no_room=no_room)
 
 
 def _guarded(task: Task, fleet: Fleet, act: Callable[[Path], list[Row]]) -> list[Row]:

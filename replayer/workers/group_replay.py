@@ -58,13 +58,14 @@ class GroupTask:
     """How to replay a group of a plan, whichever group it is.
 
     `explicit`: the user named the report's place; `all_there`: no segment may follow those given; `finish`, a function of a
-    module, so that another process finds it, is as in `make_replay_command`.
+    module, so that another process finds it, is as in `make_replay_command`; `no_room` says what to do if a report cannot be written.
     """
 
     settings: ReplaySettings
     explicit: bool
     all_there: bool
     finish: Callable[[Summary], str] | None = None
+    no_room: str = "make room, name another folder with --report DIR, or use --no-report"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def replay_group(
             else:
                 part = _replay_stretch(jobs[0].stretch, task, folders[0], on_progress, on_trouble)
         except OSError as error:
-            raise TraceError(_not_written(jobs, folders, error)) from None
+            raise TraceError(_not_written(jobs, folders, error, task)) from None
     except TraceError as error:
         return GroupResult(error=str(error), notes=notes)
     notes += _finished(done, task)
@@ -124,10 +125,10 @@ def _finished(summaries: Sequence[Summary], task: GroupTask) -> list[str]:
     return [note for summary in summaries if task.finish is not None and (note := task.finish(summary))]
 
 
-def _not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError) -> str:
+def _not_written(jobs: Sequence[Job], folders: Sequence[Path | None], error: OSError, task: GroupTask) -> str:
     return (
         f"{', '.join(job.recording.name for job in jobs)}: the report in {', '.join(map(str, folders))} cannot be "
-        f"written ({error.strerror or error}); make room, name another folder with --report DIR, or use --no-report"
+        f"written ({error.strerror or error}); {task.no_room}"
     )
 
 
@@ -264,7 +265,7 @@ def _recording(
     try:
         summary = _joined(job.recording.name, parts, report)
     except OSError as error:
-        text = _not_written([job], [report], error)
+        text = _not_written([job], [report], error, task)
         yield [replace(job, stretch=None)], GroupResult(error=text, notes=notes)
         return
     beyond = [result.part.summary for _, result in stretches[len(parts) :] if result.part is not None]

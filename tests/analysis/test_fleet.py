@@ -19,6 +19,7 @@ from kvcanary.analysis.fleet.workers import LostError, Processes
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
+from kvcanary.replayer.workers import group_replay
 from kvcanary.replayer.workers.group_replay import GroupResult
 
 from ..support.commands import run, run_replay
@@ -144,6 +145,18 @@ def test_another_run_at_the_same_task_keeps_its_files_and_its_result_counts(
     monkeypatch.setattr(committing, "replay_group", fails)
     again, _ = fleet(traces, "-o", out)
     assert again["recordings"] == first["recordings"]
+
+
+def test_a_full_disk_names_no_option_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in_ray: StandInRay
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(group_replay, "replay_joined", full)
+    _, rows = fleet(DATA / "clean_llama.arrow", "-o", tmp_path / "out")
+    error = rows["clean_llama.arrow"]["error"]
+    assert error.endswith("(No space left on device); make room, and run the same command again")
 
 
 def test_a_folder_that_cannot_be_read_is_not_one_without_traces(
