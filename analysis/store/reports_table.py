@@ -134,7 +134,7 @@ QUESTIONS: Final = {
         "what share of a fleet's time was to be recorded, as its recordings say, and what became of it",
         (
             "select day, fleet, avg(sampled_servers * sampled_windows) as share_to_record, count(distinct coalesce(server, node)) as "
-            "servers, count(*) as recordings, sum(epoch(ended - began)) as seconds, sum(tokens)::bigint as tokens, "
+            "servers, count(*) as recordings, sum(if(ended < began, null, epoch(ended - began))) as seconds, sum(tokens)::bigint as tokens, "
             "coalesce(sum(tokens) filter (verdict <> 'inconclusive'), 0) / nullif(sum(tokens), 0) as judged, "
             "coalesce(sum(tokens) filter (verdict = 'inconclusive'), 0) / nullif(sum(tokens), 0) as inconclusive, "
             "count(*) filter (sampled_for = 'incident') as for_incidents from reports group by all order by day, fleet"

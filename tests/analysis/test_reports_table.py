@@ -131,6 +131,14 @@ def test_no_changed_bit_changes_an_answer(table: Path) -> None:
         assert left_out >= least
 
 
+def test_a_clock_that_was_put_back_takes_nothing_from_others_time(table: Path, tmp_path: Path) -> None:
+    [[before]] = ask(table, "select sum(seconds) from recorded")
+    clocks = {"first_time_ns": BEGIN_NS, "last_time_ns": BEGIN_NS - 3600 * 10**9}
+    report = write_report(tmp_path / "back", "k1", **clocks)
+    assert run("collect", report, table).returncode == 0
+    assert ask(table, "select sum(seconds) from recorded") == [[before]]
+
+
 def test_a_copy_counts_once(table: Path) -> None:
     first, second, *_ = sorted(table.rglob("*.parquet"))
     shutil.copy(first, first.with_name("copy.parquet"))
