@@ -54,11 +54,11 @@ def run(library: Path, folder: Path, scenario: str, step: int, *options: str) ->
 @pytest.mark.parametrize(
     ("scenario", "least", "step"),
     [
-        ("record", 40, 47),
-        ("segments", 40, 47),
-        ("replay", 40, 61),
-        ("recover", 8, 7),
-        ("store", 30, 467),
+        ("record", 40, 97),
+        ("segments", 40, 97),
+        ("replay", 40, 127),
+        ("recover", 8, 13),
+        ("store", 30, 937),
         ("page", 30, 0),
     ],
 )
@@ -76,7 +76,7 @@ def test_whatever_call_fails(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("scenario", "step"), [("memory", 251), ("replay", 97), ("recover", 67)])
+@pytest.mark.parametrize(("scenario", "step"), [("memory", 499), ("replay", 97), ("recover", 131)])
 def test_whatever_request_for_memory_fails(
     library: Path, tmp_path: Path, pytestconfig: pytest.Config, scenario: str, step: int
 ) -> None:
