@@ -41,30 +41,46 @@ def both(request, tmp_path_factory):
     return reports
 
 
-def opened(report, **kwargs):
-    return open_sources(find_sources([report]), **kwargs)
+@pytest.fixture(scope="module")
+def sessions(both):
+    """The two reports, opened once."""
+    with opened(both[0]) as stepwise, opened(both[1]) as merged:
+        yield stepwise, merged
+
+
+@pytest.fixture(scope="module")
+def pages(both, sessions):
+    """What the two reports' pages show."""
+    return [
+        page_content(session, find_sources([report])[0], Limits())
+        for report, session in zip(both, sessions, strict=True)
+    ]
+
+
+def opened(report):
+    return open_sources(find_sources([report]))
 
 
 def ask(session, sql):
     return session.sql(sql).to_pylist()
 
 
-def test_rows_by_forward(both):
-    stepwise, merged = both
+def test_rows_by_forward(sessions):
+    one, other = sessions
     columns = "trace, event, forward, time_ns, mode, launch_tag, slot, position, reasons::varchar as reasons, oracle, "
     columns += "request, req_pool_idx, expected_position, first_forward, last_forward, num_forwards, writer_event"
-    with opened(stepwise) as one, opened(merged) as other:
-        for relation in ("violations", "violation_forwards"):
-            expected = ask(one, f"select {columns} from {relation} order by all")
-            assert ask(other, f"select {columns} from violation_forwards order by all") == expected
-        damage = "select * exclude (number) from damage_forwards order by all"
-        assert ask(other, damage) == ask(one, damage)
-        total = ask(one, "select count(*) as n, sum(num_forwards) as total from violations")[0]
-        assert total["n"] == total["total"]
-        assert ask(other, "select sum(num_forwards) as total from violations")[0]["total"] == total["n"]
+    for relation in ("violations", "violation_forwards"):
+        expected = ask(one, f"select {columns} from {relation} order by all")
+        assert ask(other, f"select {columns} from violation_forwards order by all") == expected
+    damage = "select * exclude (number) from damage_forwards order by all"
+    assert ask(other, damage) == ask(one, damage)
+    total = ask(one, "select count(*) as n, sum(num_forwards) as total from violations")[0]
+    assert total["n"] == total["total"]
+    assert ask(other, "select sum(num_forwards) as total from violations")[0]["total"] == total["n"]
 
 
-def test_macros_and_views(both):
+def test_macros_and_views(sessions):
+    one, other = sessions
     queries = [
         "from blast_radius()",
         "from blast_radius(1)",
@@ -75,33 +91,26 @@ def test_macros_and_views(both):
         "from incident_requests order by all",
         "from neighbours((select slot from first_damage), reach := 6)",
     ]
-    with opened(both[0]) as one, opened(both[1]) as other:
-        for row in ask(one, "select distinct request_id from damage where request_id >= 0 order by all limit 5"):
-            queries.append(f"from request_timeline({row['request_id']}) order by all")
-        for row in ask(one, "select distinct pool_group, slot from damage where slot > 0 order by all limit 8"):
-            queries.append(f"from slot_history({row['slot']}, in_group := {row['pool_group']}) order by all")
-        for query in queries:
-            if query.startswith("from slot_history"):
-                query = query.replace("from", "select * exclude (token) from", 1)
-            found = ask(other, query)
-            assert found == ask(one, query), query
-            assert found or "neighbours" in query or "incident" in query, query
+    for row in ask(one, "select distinct request_id from damage where request_id >= 0 order by all limit 5"):
+        queries.append(f"from request_timeline({row['request_id']}) order by all")
+    for row in ask(one, "select distinct pool_group, slot from damage where slot > 0 order by all limit 8"):
+        queries.append(f"from slot_history({row['slot']}, in_group := {row['pool_group']}) order by all")
+    for query in queries:
+        if query.startswith("from slot_history"):
+            query = query.replace("from", "select * exclude (token) from", 1)
+        found = ask(other, query)
+        assert found == ask(one, query), query
+        assert found or "neighbours" in query or "incident" in query, query
 
 
-def test_triage(both):
-    with opened(both[0]) as one, opened(both[1]) as other:
-        assert dataclasses.asdict(triage(other)) == dataclasses.asdict(triage(one))
+def test_triage(sessions):
+    one, other = sessions
+    assert dataclasses.asdict(triage(other)) == dataclasses.asdict(triage(one))
 
 
-def test_the_page(both):
-    pages = []
-    for report in both:
-        [source] = find_sources([report])
-        with open_sources([source]) as session:
-            page = page_content(session, source, Limits())
-        del page["report"]
-        pages.append(page)
-    assert pages[1] == pages[0]
+def test_the_page(pages):
+    stepwise, merged = ({name: shown for name, shown in page.items() if name != "report"} for page in pages)
+    assert merged == stepwise
 
 
 def test_without_the_trace(both, tmp_path):
@@ -124,14 +133,13 @@ def test_without_the_trace(both, tmp_path):
 
 
 @pytest.mark.parametrize("both", TRACES[:1], indirect=True)
-def test_a_page_says_where_forwards_are_a_guess(both, tmp_path):
+def test_a_page_says_where_forwards_are_a_guess(both, pages, tmp_path):
     _, merged = both
     alone = tmp_path / "alone.report"
     shutil.copytree(merged, alone, ignore=shutil.ignore_patterns("report.duckdb"))
     summary = json.loads((alone / "summary.json").read_text())
     (alone / "summary.json").write_text(json.dumps(summary | {"trace": "/nowhere/t.arrow"}))
-    for report, guessed in ((merged, False), (alone, True)):
-        [source] = find_sources([report])
-        with opened(report) as session:
-            words = page_content(session, source, Limits())["unknown"]["words"]
-        assert any("shown spread evenly" in said for said in words) == guessed
+    with opened(alone) as session:
+        guessed = page_content(session, find_sources([alone])[0], Limits())
+    for page, expected in ((pages[1], False), (guessed, True)):
+        assert any("shown spread evenly" in said for said in page["unknown"]["words"]) == expected
