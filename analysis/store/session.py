@@ -1,8 +1,8 @@
 """An open session: SQL over traces and reports, answered as Arrow or Polars."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -185,9 +185,12 @@ def open_sources(
                 opened = _attach(connection, list(zip(sources, stores, strict=True)), resources)
             else:
                 opened, states = make_raw_relations(connection, sources, resources)
-                for statement in base_statements(stored=False):
-                    connection.execute(statement)
-                _derive(connection)
+                with _emptied(connection, ["raw_events"], temp=True):
+                    for statement in base_statements(stored=False):
+                        connection.execute(statement)
+                    with _emptied(connection, BASE):
+                        for statement in derived_statements():
+                            connection.execute(statement)
             if not unlocked:
                 lock(connection, opened)
         except duckdb.Error as error:
@@ -201,22 +204,22 @@ def open_sources(
         return SqlSession(connection, sources, resources.pop_all(), stored=all(stores), states=states)
 
 
-def _derive(connection: Any) -> None:
-    """Make views and macros over base views, which empty tables of the same columns stand for until then.
+@contextmanager
+def _emptied(connection: Any, names: Iterable[str], *, temp: bool = False) -> Iterator[None]:
+    """Let empty tables of the same columns stand for views, so that what is made over these meanwhile is made quickly.
 
-    DuckDB binds all that a view or macro builds on, down to the files, whenever one is made: half of opening a report.
+    DuckDB binds all that a view or macro builds on, down to the files, whenever one is made: most of opening a report.
     """
-    columns: dict[str, list[str]] = {name: [] for name in BASE}
+    columns: dict[str, list[str]] = {name: [] for name in names}
     asked = "select table_name, column_name, data_type from duckdb_columns() where not internal order by table_oid, column_index"
     for name, column, kind in connection.execute(asked).fetchall():
         if name in columns:
             columns[name].append(f'"{column.replace(chr(34), chr(34) * 2)}" {kind}')
     for name, shown in columns.items():
         connection.execute(f"alter view {name} rename to _of_files_{name}")
-        connection.execute(f"create table {name} ({', '.join(shown)})")
-    for statement in derived_statements():
-        connection.execute(statement)
-    for name in BASE:
+        connection.execute(f"create {'temp ' if temp else ''}table {name} ({', '.join(shown)})")
+    yield
+    for name in columns:
         connection.execute(f"drop table {name}")
         connection.execute(f"alter view _of_files_{name} rename to {name}")
 
