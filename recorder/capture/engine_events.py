@@ -143,7 +143,7 @@ class EventRecording(Recording):
         ids, of_rows = np.asarray(request_ids)[owners].tolist(), np.asarray(rows, np.int64)[owners]
         of_groups = [np.full(starts.size, group, np.int64) for group in groups]
         runs = [(numbers, self._numbers.runs(numbers, starts)) for numbers in of_groups]
-        events = []
+        events, now = [], self._now()
         for place, (request_id, begin, end) in enumerate(zip(ids, bounds, bounds[1:], strict=False)):
             for numbers, begun in runs:
                 ints = {
@@ -154,7 +154,7 @@ class EventRecording(Recording):
                 ints["req_pool_indices"] = of_rows[place : place + 1]
                 status = ALLOC_FRESH if request_id >= 0 else ALLOC_SHARED
                 scalars: dict[str, int | str] = {"request_id": request_id, "status": status}
-                events.append(TraceEvent(kind="alloc", time_ns=self._now(), scalars=scalars, ints=ints, bytes=NO_LISTS))
+                events.append(TraceEvent(kind="alloc", time_ns=now, scalars=scalars, ints=ints, bytes=NO_LISTS))
         self._put_all(events)
 
     @guarded

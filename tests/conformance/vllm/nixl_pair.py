@@ -22,7 +22,7 @@ FAULTS = {
     "none": "",
     "reads_other_block": "the decode engine reads the blocks of a prompt in another order",
     "lands_elsewhere": "what it reads lands in each other's blocks",
-    "byte": "a byte of V is flipped when it has landed",
+    "changed": "V is negated when it has landed",
 }
 LENS = (70, 100, 33, 130, 96, 64)
 PATIENCE_S = 400.0
@@ -148,7 +148,7 @@ def plant(fault: str) -> None:
             )
 
         worker._read_blocks = reads
-    if fault == "byte":
+    if fault == "changed":
         ended = NixlConnector.get_finished
 
         def get_finished(self: object, names: set[str]) -> object:
@@ -156,7 +156,8 @@ def plant(fault: str) -> None:
             if found[1]:
                 cache = next(iter(self.connector_worker.device_kv_caches.values()))
                 for block in range(1, 20):
-                    cache[block].view(-1)[-16:] *= -1  # V of the block's last token, in part
+                    first = cache[block][0]  # [tokens, K and V] of the first head, all its K before its V
+                    first.view(2 * first.shape[0], -1)[first.shape[0] :] *= -1
             return found
 
         NixlConnector.get_finished = get_finished
