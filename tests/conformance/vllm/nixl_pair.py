@@ -149,18 +149,18 @@ def plant(fault: str) -> None:
 
         worker._read_blocks = reads
     if fault == "changed":
-        ended = NixlConnector.get_finished
+        ended = NixlConnector.get_transfer_results
 
-        def get_finished(self: object, names: set[str]) -> object:
+        def get_transfer_results(self: object, names: set[str]) -> object:
             found = ended(self, names)
-            if found[1]:
+            if found.finished_recving:
                 cache = next(iter(self.connector_worker.device_kv_caches.values()))
                 for block in range(1, 20):
                     first = cache[block][0]  # [tokens, K and V] of the first head, all its K before its V
                     first.view(2 * first.shape[0], -1)[first.shape[0] :] *= -1
             return found
 
-        NixlConnector.get_finished = get_finished
+        NixlConnector.get_transfer_results = get_transfer_results
 
 
 if __name__ == "__main__":
