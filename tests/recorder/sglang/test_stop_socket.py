@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,29 @@ def test_a_process_that_does_not_answer_is_not_waited_for_for_ever(caplog: pytes
         child.wait()
         child.stdout.close()
     assert f"process {child.pid} did not end its trace in time" in caplog.text
+
+
+def test_of_two_who_ask_at_once_none_says_that_it_took_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import time; from kvcanary.recorder.engines.common.stopping import serve_stop; "
+        "serve_stop(lambda: time.sleep(1)); print('recording', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    answers: list[list[int]] = []
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "recording\n"
+        askers = [threading.Thread(target=lambda: answers.append(stop_processes([child.pid]))) for _ in range(2)]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert sorted(answers) == [[], [child.pid]]
+    assert "did not end its trace" not in caplog.text
 
 
 def test_a_second_recording_of_a_process_says_that_it_cannot_be_stopped(caplog: pytest.LogCaptureFixture) -> None:
