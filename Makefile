@@ -77,7 +77,7 @@ $(VENV)/.fuzz: $(VENV)/.tests
 	-$(PIP) atheris
 	touch $@
 
-# Every executor against stepwise replay, row for row: each fault of the lab with 40 seeds in turns over its configurations,
+# Every executor against stepwise replay, row for row: all saved traces, each fault of the lab with 40 seeds over its configurations,
 # 240 histories that no engine has, 40 bent traces of random engines and 40 of pairs.
 equality: $(VENV)/.tests
 	$(UNIT) tests/replayer/equality --conformance-cases $(FUZZ_CASES) --timeout 7200
