@@ -102,8 +102,13 @@ class RecordedRun:
 
     def start(self) -> None:
         """Start a server, wait for it, and learn what it serves; a script starts with its workload."""
-        self._start()
         self.server, until = Server(self._plan.address, self._plan.patience_s), time.monotonic() + self._plan.start_s
+        if self.server.is_taken():  # whoever that is must not be asked in its place
+            raise EngineError(
+                f"{self._plan.address}: somebody listens there before the engine is started; end that, or give the engine "
+                "another port with --port"
+            )
+        self._start()
         while not self.server.is_ready():
             if self._ended():
                 raise EngineError(f"{self._plan.command[0]}: before it was ready {self.failed}")

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -31,6 +32,12 @@ class Server:
         self._model, self._is_sglang = "", False
         self._folders: dict[str, str] = {}  # of adapters
         self._swaps: Counter[str] = Counter()
+
+    def is_taken(self) -> bool:
+        """Whether somebody listens there."""
+        with contextlib.suppress(OSError), socket.create_connection((self._host, self._port), _ASK_S):
+            return True
+        return False
 
     def is_ready(self) -> bool:
         """Whether the server answers that it is well."""

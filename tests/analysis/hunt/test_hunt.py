@@ -146,6 +146,17 @@ def test_a_server_is_started_asked_judged_and_ended(tmp_path):
     assert gone.exit_code == 2 and "ended with 0" in gone.output and "ends with: no model" in gone.output
 
 
+def test_a_server_that_was_there_before_is_not_asked(tmp_path):
+    Engine.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        words = ("hunt", "-o", tmp_path / "a", "--", sys.executable, "-c", "import time; time.sleep(60)")
+        done = run(*words, "--port", httpd.server_port)
+        httpd.shutdown()
+    assert done.exit_code == 2 and "somebody listens there" in done.output, done.output
+    assert not Engine.asked
+
+
 def run(*words):
     return CliRunner().invoke(main, list(map(str, words)))
 
