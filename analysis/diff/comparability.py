@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray
+from ...kernels.ops.token_rows.encoding import float_values
 from ...recorder.trace.header import TraceHeader
 from .settings import KV_DTYPES, DiffSettings, NotComparableError
 
@@ -170,6 +171,13 @@ _ALIASES: Final = {
     "fp8": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
 }
+_PLAIN: Final = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 
 
 def dtype_of(name: str) -> str:
@@ -180,16 +188,8 @@ def dtype_of(name: str) -> str:
 
 def values_of(data: ByteArray, dtype: str) -> FloatArray:
     """Return bytes `[n, width]` of one of `KV_DTYPES` as values `[n, width / item size]`, NaN and infinities as they are."""
-    rows = np.ascontiguousarray(data)
-    with np.errstate(invalid="ignore"):  # any byte may come, a signalling NaN too
-        if dtype in ("fp32", "fp16"):
-            return rows.view({"fp32": "<f4", "fp16": "<f2"}[dtype]).astype(np.float64)
-        if dtype == "bf16":
-            return (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-        if dtype == "fp8_e5m2":
-            return (rows.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float64)
-        if dtype == "fp8_e4m3":
-            return _E4M3[rows]
+    if dtype in _PLAIN:
+        return float_values(data, _PLAIN[dtype]).astype(np.float64)
     raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(KV_DTYPES)}")
 
 
@@ -212,16 +212,3 @@ def largest_difference(a: ByteArray, b: ByteArray, dtype: str) -> float:
 
 def _equal(a: ByteArray, b: ByteArray, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
     return np.asarray((a == b).reshape(*shape, -1).all(axis=2))
-
-
-def _e4m3_table() -> FloatArray:
-    """All 256 values of float8_e4m3fn: bias 7, no infinities, NaN where everything but the sign is set."""
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    normal = (1 + mantissa / 8) * np.exp2(exponent - 7.0)
-    value: Any = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
-    value = np.where((code & 127) == 127, np.nan, value)
-    return np.asarray(np.where(code >= 128, -value, value), np.float64)
-
-
-_E4M3: Final = _e4m3_table()

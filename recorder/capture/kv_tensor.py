@@ -59,8 +59,13 @@ class KvTensor:
         """Bytes of a token in all layers; a token of fewer than 16 bytes is filled up with zeros."""
         return len(self.tensors) * max(self._layer_bytes(), KV_ALIGN_BYTES)
 
-    def stream(self, half: str, *, layers: tuple[int, ...] = (0,), capture_bytes: int = KV_ALIGN_BYTES) -> KvStream:
-        """Return the stream of this tensor for the header: `capture_bytes`, or as many as there are, of each of its layers."""
+    def stream(
+        self, half: str, *, layers: tuple[int, ...] = (0,), capture_bytes: int = KV_ALIGN_BYTES, scale: float = 0.0
+    ) -> KvStream:
+        """Return the stream of this tensor for the header: `capture_bytes`, or as many as there are, of each of its layers.
+
+        `scale` is what the values of the first layer are multiplied with, if they have 8 bits; 0 if nobody knows.
+        """
         each = min(capture_bytes, max(self._layer_bytes(), KV_ALIGN_BYTES) // KV_ALIGN_BYTES * KV_ALIGN_BYTES)
         if len(layers) != len(self.tensors):
             raise ValueError(f"layers is {layers}, expected {len(self.tensors)}: one for each tensor")
@@ -73,6 +78,7 @@ class KvTensor:
             bytes_per_token=self.bytes_per_token,
             capture_bytes=captured,
             dtype=str(self.tensors[0].dtype).removeprefix("torch."),
+            scale=scale,
         )
 
     def sampling_stream(self, half: str, *, layers: tuple[int, ...], seed: int, dtype: str = "") -> KvStream:

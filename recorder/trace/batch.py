@@ -24,7 +24,8 @@ class TraceBatch:
     """Events `first_event` to `first_event + num_events - 1`. Arrays are read-only views of what was read and checked:
     never write to them. They stay good after the reader is closed, whatever becomes of the file. `end_byte` is the
     batch's end in the file, for progress bars. `engine_events` is how many of the engine's events the recording holds
-    up to the batch's end, None if it does not say.
+    up to the batch's end, None if it does not say. If `unread_at` is not -1, the values of `kv_bytes` were not read, and
+    lie in the file from there on.
     """
 
     record_batch: pa.RecordBatch
@@ -33,6 +34,7 @@ class TraceBatch:
     end_byte: int = 0
     buffer_bytes: Int64Array | None = None  # what each buffer takes in the file
     engine_events: int | None = None
+    unread_at: int = -1
     num_events: int = field(init=False)
     _cache: dict[str, Any] = field(init=False, default_factory=dict)
 

@@ -1,6 +1,7 @@
 """Bytes to checked schema and checked batches: whatever comes out of here is what the writer put in."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -23,6 +24,8 @@ _OWN_SCHEMA: Final = keys.trace_schema()
 LARGE_BYTES: Final = 4 << 20  # threads are not worth their start for less of a file
 AHEAD: Final = 2  # batches in flight, each no larger in the file than the next: memory has a bound
 _AHEAD_BYTES: Final = 16 << 20
+_BYTES: Final = "kv_bytes"
+_LEFT_BYTES: Final = 1 << 16  # of a batch: fewer are read with the rest
 # In Arrow's threads a request for memory that fails would end the process.
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -79,6 +82,12 @@ def _check_columns(schema: pa.Schema, format_minor: int) -> None:
         raise UnreadableTraceError(str(error)) from None
 
 
+def _only_of_forwards(batch: TraceBatch) -> bool:
+    """Say whether only forwards have KV bytes: of a transfer they are read with the event."""
+    some = np.diff(batch.offsets(_BYTES)) > 0
+    return all(kind == "forward" for kind, there in zip(batch.kinds, some.tolist(), strict=True) if there)
+
+
 def claimed_events(frame: Frame) -> tuple[int, int] | None:
     """Return the first event number and event count that a batch's metadata claims, or None."""
     try:
@@ -103,15 +112,30 @@ class BatchDecoder:
     batch holds does not depend on who decodes it, so nothing but time changes: frames are asked for in order, and a
     batch that was decoded and is not asked for (a file that was cut, damage before it) is forgotten. Only compressed
     batches are: to read what lies in the file as it is takes less than to hand it to a thread.
+
+    With `unchecked` the bytes of KV that forwards wrote stay in the file, where they are many and not compressed; it is given such
+    batches: nobody has looked at their CRC.
     """
 
-    def __init__(self, source: TraceBytes, schema: pa.Schema, *, ahead: bool = True) -> None:
+    def __init__(
+        self,
+        source: TraceBytes,
+        schema: pa.Schema,
+        *,
+        ahead: bool = True,
+        unchecked: Callable[[Frame], None] | None = None,
+    ) -> None:
         self._source, self._names, self._forms = source, schema.names, column_forms(schema)
         self._pending: dict[int, tuple[Frame, Future[TraceBatch]]] = {}
         workers = min(AHEAD, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         threads = ahead and source.size() >= LARGE_BYTES and workers > 1
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
         self._head = schema.serialize().to_pybytes()  # the message before a batch in a stream
+        ends = np.cumsum([form.num_buffers for form in self._forms])
+        self._unread = (
+            int(ends[schema.names.index(_BYTES)]) - 1 if unchecked is not None and _BYTES in schema.names else -1
+        )
+        self._unchecked = unchecked
 
     def frame(self, position: int, limit: int) -> Frame | None:
         """Return what `read_frame` does."""
@@ -127,6 +151,19 @@ class BatchDecoder:
 
     def decode(self, frame: Frame) -> TraceBatch:
         """Return a batch if its bytes, numbers and CRC hold; else raise `DamagedBatchError` saying which does not."""
+        if self._unchecked is not None and self._leaves(frame):
+            batch = self._decode(frame, left_out=True)
+            if _only_of_forwards(batch):
+                self._unchecked(frame)
+                return batch
+        return self._decode(frame)
+
+    def _leaves(self, frame: Frame) -> bool:
+        """Say whether a batch's bytes of KV are to stay in the file."""
+        plain = self._unread >= 0 and frame.compression is None and len(frame.buffers) > self._unread
+        return plain and int(frame.buffers[self._unread, 1]) >= _LEFT_BYTES
+
+    def _decode(self, frame: Frame, *, left_out: bool = False) -> TraceBatch:
         first_event, num_events, crc = (
             _decimal(frame, key) for key in (keys.FIRST_EVENT_KEY, keys.NUM_EVENTS_KEY, keys.CRC_KEY)
         )
@@ -134,7 +171,8 @@ class BatchDecoder:
             raise DamagedBatchError(f"says {num_events} events and holds {frame.num_rows} rows")
         forms = self._forms
         try:
-            data, body = read_message(self._source, frame, self._head)
+            first, size = frame.buffers[self._unread].tolist() if left_out else (0, 0)
+            data, body = read_message(self._source, frame, self._head, but=(first, first + size))
             check_buffers(body, frame, sum(form.num_buffers for form in forms))
             batch = pa.ipc.open_stream(data, options=_THIS_THREAD).read_next_batch()
             batch.validate(full=True)
@@ -149,7 +187,7 @@ class BatchDecoder:
             name = names[int(np.flatnonzero(frame.null_counts)[0])]
             raise DamagedBatchError(f"holds nulls in column {name}, where none may be")
         plain = frame.compression is None
-        if crc != (
+        if not left_out and crc != (
             stored_crc32c(body, frame, first_event, forms) if plain else batch_crc32c(batch, first_event, forms)
         ):
             raise DamagedBatchError("fails its CRC")
@@ -162,6 +200,7 @@ class BatchDecoder:
             end_byte=frame.end,
             buffer_bytes=frame.buffers[:, 1].copy(),
             engine_events=_decimal(frame, keys.ENGINE_EVENTS_KEY) if keys.ENGINE_EVENTS_KEY in frame.metadata else None,
+            unread_at=frame.body_start + first if left_out else -1,
         )
 
     def close(self) -> None:

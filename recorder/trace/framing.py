@@ -128,9 +128,11 @@ def find_frames(source: TraceBytes, position: int, limit: int) -> Iterator[Frame
         words = min(2 * words, _SCAN_WORDS)
 
 
-def read_message(source: TraceBytes, frame: Frame, before: bytes = b"") -> tuple[pa.Buffer, memoryview]:
-    """Return `before` and a whole message behind it, in memory of their own, and its body in there. Raises
-    `FramingError`, `TornError`, `OSError` and `MemoryError`.
+def read_message(
+    source: TraceBytes, frame: Frame, before: bytes = b"", *, but: tuple[int, int] = (0, 0)
+) -> tuple[pa.Buffer, memoryview]:
+    """Return `before` and a whole message behind it, in memory of their own, and its body in there, of which the bytes from one to the
+    other of `but` are not read. Raises `FramingError`, `TornError`, `OSError` and `MemoryError`.
     """
     head, body_bytes = len(before) + len(frame.head), frame.end - frame.body_start
     if source.is_mostly_hole(body_bytes):
@@ -140,7 +142,11 @@ def read_message(source: TraceBytes, frame: Frame, before: bytes = b"") -> tuple
     data, view = aligned(head + body_bytes, head)
     view[: len(before)] = before
     view[len(before) : head] = frame.head
-    source.fill(view[head:], frame.body_start)
+    first, last = but
+    if not 0 <= first <= last <= body_bytes:
+        raise FramingError("a buffer lies outside its body")
+    source.fill(view[head : head + first], frame.body_start)
+    source.fill(view[head + last :], frame.body_start + last)
     return data, view[head:]
 
 

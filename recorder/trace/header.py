@@ -77,10 +77,9 @@ class KvStream:
     from what the model handed to the cache. `layers`, if there are any, are several layers, of which `layer` is the first:
     the stream holds the leading bytes of each, one after another, and `bytes_per_token` counts all of them.
 
-    With a `seed` other than -1 the stream samples: of each slot it holds 16 bytes of one of `layers`, in which a token has
-    `bytes_per_token`; `kernels.capture.layers.watched_bytes` says which. The canary's hash leaves it out. `dtype` is what the
-    bytes are, empty if nobody says; of a sampling stream of floats every layer's row that is written is looked at for values
-    that no model writes.
+    With a `seed` other than -1 the stream samples 16 bytes of one of `layers` of each slot, in which a token has `bytes_per_token`
+    (`kernels.capture.layers.watched_bytes`). The canary's hash leaves it out. `dtype` is what the bytes are, empty if nobody says;
+    of sampled floats every written row is looked at for values that no model writes. `scale` is by what 8-bit values are multiplied.
     """
 
     half: Text
@@ -91,6 +90,7 @@ class KvStream:
     origin: Text = "stored"
     seed: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
     dtype: Text = ""
+    scale: Annotated[float, Meta(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)

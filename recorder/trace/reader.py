@@ -14,8 +14,9 @@ from ..errors import TraceError, UnreadableTraceError
 from ..remote import RemoteFile, RemotePath, as_path
 from . import framing
 from .batch import EventView, TraceBatch, TraceGap
-from .decode import ARROW_ERRORS, check_schema, decode_schema
+from .decode import ARROW_ERRORS, BatchDecoder, check_schema, decode_schema
 from .files import is_locked, recording_path, segment_path, split_segment_name
+from .framing import Frame
 from .header import TraceHeader
 from .tail_reader import TailReader
 from .trace_bytes import RemoteBytes, TraceBytes
@@ -75,12 +76,32 @@ class TraceReader:
         """
         return cast("Iterator[TraceBatch | TraceGap]", self._walk(None))  # which follows nothing, so never None
 
+    def stream_without_bytes(self, unchecked: Callable[[Frame], None]) -> Iterator[TraceBatch | TraceGap]:
+        """Do what `stream` does, and leave KV bytes of forwards in the file where they are many; `unchecked` is given such batches, for
+        `check`: nobody has looked at their CRC.
+        """
+        return cast("Iterator[TraceBatch | TraceGap]", self._walk(None, unchecked))
+
+    def check(self, frame: Frame) -> bool:
+        """Say whether a batch's bytes, numbers and CRC hold; any number of threads may ask."""
+        try:
+            BatchDecoder(self._bytes, self.schema, ahead=False).decode(frame)
+        except framing.FramingError:
+            return False
+        return True
+
+    def read_at(self, data: memoryview, start: int) -> None:
+        """Read so many bytes of the file as `data` has; raise `TornError` and `OSError`."""
+        self._bytes.fill(data, start)
+
     def follow(self) -> Iterator[TraceBatch | TraceGap | None]:
         """Do what `stream` does, and go on for as long as the file is being written; None says that nothing more is there yet."""
         return self._walk(self._since_closed)
 
     def _walk(
-        self, since_closed: Callable[[], tuple[int, int] | None] | None
+        self,
+        since_closed: Callable[[], tuple[int, int] | None] | None,
+        unchecked: Callable[[Frame], None] | None = None,
     ) -> Iterator[TraceBatch | TraceGap | None]:
         source = self._bytes.again()  # this reader may be closed first
         try:
@@ -95,6 +116,7 @@ class TraceReader:
                 tail=self._tail(),
                 being_written=lambda: self.being_written,
                 since_closed=since_closed,
+                unchecked=unchecked,
             )
             if self._header_damage:
                 yield walk.header_gap(self._header_damage)

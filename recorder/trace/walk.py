@@ -32,6 +32,7 @@ class Walk:
     tail: TailReader | None
     being_written: Callable[[], bool]
     since_closed: Callable[[], tuple[int, int] | None] | None = None  # batches and end by a footer that came meanwhile
+    unchecked: Callable[[Frame], None] | None = None  # is given batches whose KV bytes are left in the file
     _given: int = 0
     _from_tail: int = 0
     _batches: int = 0
@@ -41,7 +42,9 @@ class Walk:
 
     def __post_init__(self) -> None:
         # Who follows a file beside an engine keeps to one core.
-        self._decoder = BatchDecoder(self.source, self.schema, ahead=self.since_closed is None)
+        self._decoder = BatchDecoder(
+            self.source, self.schema, ahead=self.since_closed is None, unchecked=self.unchecked
+        )
         self._closed = self.listed is not None
         self._scan = self.position  # behind the start of the last good batch, whose claimed end may be wrong
         self._expected = self.header.first_event

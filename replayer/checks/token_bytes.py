@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.ops.token_rows.encoding import float_values
 from ...recorder.state.requests import Identity, RequestTable
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.schema import IDENTITY_KINDS
@@ -29,7 +30,6 @@ from ..model.written import (
     SLOT,
     TIME,
     TOKEN_BITS,
-    float_values,
     written_tokens,
 )
 from ..report.findings import Cause, Finding, counted, evidence, of_request

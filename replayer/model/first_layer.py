@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import BoolArray, Int64Array
+from ...kernels.ops.token_rows.reference import Encoding, too_far
 from ...recorder.errors import TraceError, first_line
 from ...recorder.trace.header import Ranks
 
@@ -41,13 +42,13 @@ class Expected(NamedTuple):
         """Say for which rows the checkpoint gives numbers, `[n]`: of NaN and infinity in it nothing follows for a slot."""
         return np.isfinite(self.tolerance)
 
-    def differ(self, got: FloatArray) -> BoolArray:
-        """Say which rows `[n, width]` are not what they must be, `[n]`."""
+    def differ(self, got: FloatArray, encoding: Encoding) -> BoolArray:
+        """Say which rows `[n, width]`, stored in an encoding, are not what they must be, `[n]`."""
         with np.errstate(invalid="ignore"):
-            return ~(np.abs(got - self.values).max(axis=1, initial=0) <= self.tolerance)
+            return ~(too_far(got, self.values, encoding).max(axis=1, initial=0) <= self.tolerance)
 
 
-class _StopError(Exception):
+class StopForwardError(Exception):
     """Ends a forward behind what the first layer hands to its cache."""
 
 
@@ -64,12 +65,14 @@ class FirstLayer:
         self.path = path
         self.dtype = dtype
         self.device = device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = read_config(path, first_layer_only=True)
+        config = read_config(path, most_layers=1)
         self.vocab_size = int(config.vocab_size)
         rope = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
+        self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1)
+        self.low_dtype = COARSE.get(dtype, dtype)
         self._full, self._low = load_pair(path, config, dtype, device)
-        self._batch = _BATCH if device == "cpu" else _BATCH_ON_GPU
+        self.batch = _BATCH if device == "cpu" else _BATCH_ON_GPU
         # Of halves that follow from the token.
         self._of_tokens: dict[tuple[str, Ranks, int], tuple[BoolArray, Expected]] = {}
         self._vocabulary: dict[tuple[str, int, Ranks, int], FloatArray] = {}
@@ -82,7 +85,7 @@ class FirstLayer:
 
     def expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
         """Return what a rank must hold of tokens at positions `[n]`, the first `width` values of each, or all if they are fewer."""
-        width = min(width, of_rank(self._one[half], ranks).shape[1])  # MLA's rotary part lies behind the latent
+        width = min(width, self.width(half, ranks))  # MLA's rotary part lies behind the latent
         if half in self.moves or self.vocab_size * width > _MOST_KEPT:
             return self._expected(half, tokens, positions, ranks, width)
         key = (half, ranks, width)
@@ -99,13 +102,31 @@ class FirstLayer:
 
     def _expected(self, half: str, tokens: Int64Array, positions: Int64Array, ranks: Ranks, width: int) -> Expected:
         parts = [Expected(*(np.empty((0, *shape), np.float32) for shape in ((width,), (), ())))]
-        for at in range(0, len(tokens), self._batch):  # all heads stay on the device
-            some = tokens[at : at + self._batch], positions[at : at + self._batch]
+        for at in range(0, len(tokens), self.batch):  # all heads stay on the device
+            some = tokens[at : at + self.batch], positions[at : at + self.batch]
             full, low = (of_rank(self._computed(model, *some)[half], ranks) for model in (self._full, self._low))
             largest = full.abs().amax(dim=1)
             tolerance = NOISE * (full - low).abs().amax(dim=1) + LEAST * largest
             parts.append(Expected(*(part.cpu().numpy() for part in (full[:, :width], tolerance, largest))))
         return Expected(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def width(self, half: str, ranks: Ranks) -> int:
+        """Return how many values a rank has of a token in a half."""
+        return int(of_rank(self._one[half], ranks).shape[1])
+
+    def keys(self, tokens: Int64Array, positions: Int64Array) -> Any:
+        """Return K in float32 of tokens at positions, `[n, heads, dim]` on the device."""
+        return self._computed(self._full, tokens, positions)["K"]
+
+    def low_keys(self, tokens: Int64Array, positions: Int64Array) -> Any:
+        """Do what `keys` does, computed in the engine's dtype."""
+        return self._computed(self._low, tokens, positions)["K"]
+
+    def both(self, tokens: Int64Array, positions: Int64Array) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return by half what tokens are at positions, `[n, heads, dim] float32` on the device, computed in float32 and in the
+        engine's dtype.
+        """
+        return self._computed(self._full, tokens, positions), self._computed(self._low, tokens, positions)
 
     def nearest_token(self, half: str, got: FloatArray, position: int, ranks: Ranks) -> int:
         """Return the token whose values in a half, at a position, are nearest to `[width]`."""
@@ -118,7 +139,7 @@ class FirstLayer:
                 of_rank(self._computed(self._full, part, np.full(len(part), position))[half], ranks)[
                     :, : len(got)
                 ].cpu()
-                for part in np.array_split(tokens, -(-len(tokens) // self._batch))
+                for part in np.array_split(tokens, -(-len(tokens) // self.batch))
             ]
             self._vocabulary[key] = np.concatenate(parts)
         return _nearest(self._vocabulary[key], got)
@@ -138,7 +159,7 @@ class FirstLayer:
 
             def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
                 self.handed = key_states, value_states
-                raise _StopError
+                raise StopForwardError
 
         cache = First()
         ids, at = (
@@ -147,7 +168,7 @@ class FirstLayer:
         try:
             with torch.inference_mode():
                 model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True)
-        except _StopError:
+        except StopForwardError:
             pass
         except Exception as error:  # noqa: BLE001  # whatever an architecture raises
             raise TraceError(f"{self.path}: the first layer cannot be computed: {first_line(error)}") from None
@@ -206,19 +227,29 @@ def load_model(path: Path, config: Any, dtype: str, device: str, *, head: bool =
 
 
 def load_pair(path: Path, config: Any, dtype: str, device: str, *, head: bool = False) -> tuple[Any, Any]:
-    """Return a checkpoint's model in float32 and in the dtype of an engine, as `load_model` does."""
+    """Return a checkpoint's model in float32 and in the dtype of an engine, as `load_one` does."""
+    full, low = (load_one(path, config, dtype, device, precise=precise, head=head) for precise in (True, False))
+    return full, low
+
+
+def load_one(path: Path, config: Any, dtype: str, device: str, *, precise: bool, head: bool = False) -> Any:
+    """Return a checkpoint's model as `load_model` does: in float32, with the weights that the engine has in its own dtype, if
+    `precise`, else in that dtype, or in one that is coarser than float32.
+    """
     import torch
 
     low = COARSE.get(dtype, dtype)
-    full, coarse = (load_model(path, config, one, device, head=head) for one in ("float32", low))
-    if low == dtype:  # the engine has the checkpoint's weights in its own dtype
-        for parameter in full.parameters():
+    model = load_model(path, config, "float32" if precise else low, device, head=head)
+    if precise and low == dtype:
+        for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype)).float()
-    return full, coarse
+    return model
 
 
-def read_config(path: Path, *, first_layer_only: bool) -> Any:
-    """Return the configuration of a checkpoint; raise `TraceError` for one with which nothing can be computed."""
+def read_config(path: Path, *, most_layers: int = 0) -> Any:
+    """Return the configuration of a checkpoint, with its first `most_layers` alone unless that is 0; raise `TraceError` for one with
+    which nothing can be computed.
+    """
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -227,9 +258,10 @@ def read_config(path: Path, *, first_layer_only: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         layers = int(config.num_hidden_layers)
+        first = min(layers, most_layers) if most_layers else layers
         # What has an entry a layer is cut as well.
-        lists = {k: v[:1] for k, v in config.to_dict().items() if isinstance(v, list) and len(v) == layers}
-        cut = AutoConfig.from_pretrained(path, local_files_only=True, num_hidden_layers=1, **lists)
+        lists = {k: v[:first] for k, v in config.to_dict().items() if isinstance(v, list) and len(v) == layers}
+        cut = AutoConfig.from_pretrained(path, local_files_only=True, num_hidden_layers=first, **lists)
     except Exception as error:  # noqa: BLE001  # whatever a configuration's own code raises
         raise TraceError(f"{path}: no model that transformers knows: {first_line(error)}") from None
     if getattr(config, "quantization_config", None) is not None:
@@ -238,14 +270,19 @@ def read_config(path: Path, *, first_layer_only: bool) -> Any:
         )
     if any(hasattr(config, name) for name in ("vision_config", "audio_config", "text_config")):
         raise TraceError(f"{path}: a model of more than text: what its first layer gets is not known from tokens")
-    return cut if first_layer_only else config
+    return cut if first < layers else config
 
 
 def of_rank(heads: Any, ranks: Ranks) -> Any:
-    """Return of all heads `[n, heads, dim]`, an array or a tensor, those of a tensor-parallel rank, `[n, heads * dim]`; fewer heads than ranks are shared."""
+    """Return of all heads `[n, heads, dim]` what `heads_of_rank` does, as `[n, heads * dim]`."""
+    return heads_of_rank(heads, ranks).reshape(len(heads), -1)
+
+
+def heads_of_rank(heads: Any, ranks: Ranks) -> Any:
+    """Return of all heads `[n, heads, dim]`, an array or a tensor, those of a tensor-parallel rank; fewer heads than ranks are shared."""
     total, size = heads.shape[1], max(1, ranks.tp_size)
     each = max(1, total // size)
     first = ranks.tp_rank * total // size
     if not 0 <= first < total:
         raise TraceError(f"the trace is of rank {ranks.tp_rank} of {size}, expected 0 to {size - 1}")
-    return heads[:, first : first + each].reshape(len(heads), -1)
+    return heads[:, first : first + each]

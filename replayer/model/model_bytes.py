@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import Int64Array
+from ...kernels.ops.token_rows.encoding import ITEM_BYTES
+from ...kernels.ops.token_rows.reference import FILLED, FITS, Encoding, encoding_of, stored_values
 from ...recorder.state.requests import RequestFacts
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
@@ -17,6 +19,7 @@ from ..checks.history import History
 from ..report.findings import Cause, Finding, counted, evidence, of_request
 from ..run.coverage import COMPARED, WRITTEN
 from .first_layer import Expected, FirstLayer, FloatArray, first_layer
+from .token_tables import TokenTables
 from .written import (
     EVENT,
     FORWARD,
@@ -28,8 +31,9 @@ from .written import (
     SLOT,
     TIME,
     TOKEN_BITS,
-    float_values,
-    written_tokens,
+    ForwardTokens,
+    forward_tokens,
+    rows_of_bytes,
 )
 
 _MOST_KEPT: Final = 1 << 16
@@ -62,6 +66,11 @@ class _Compared:
     kept: list[_Wrong] = field(default_factory=list)
 
 
+def bytes_of_layer(stream: KvStream) -> int:
+    """Return how many of a stream's bytes are of its first layer."""
+    return stream.capture_bytes // max(1, len(stream.layers))
+
+
 class ModelBytes(HistoryCheck):
     """A forward wrote other K or V than the checkpoint gives for token and position, in the first layer.
 
@@ -79,22 +88,27 @@ class ModelBytes(HistoryCheck):
         self.counts: Counter[str] = Counter()
         self._compared: dict[int, dict[str, _Compared]] = {}  # by weights and half
         self._numbers: dict[int | None, int] = {None: 0}  # as where nothing is declared
-        self._streams: list[tuple[int, int, KvStream, str]] = []
+        self._streams: list[tuple[int, int, KvStream, Encoding]] = []
         self._why = self._refused()
         if self._why:
             return
         for number, (group, stream) in enumerate(history.header.streams(0)):
             if not stream.samples and stream.layer_of(0) == 0:
                 dtype = stream.dtype or history.header.model.dtype
-                if dtype in ROUNDING:
-                    self._streams.append((number, group, stream, dtype))
+                encoding = encoding_of(dtype, stream.scale)
+                known = dtype in ROUNDING or history.header.model.dtype in ROUNDING
+                if encoding is not None and known:
+                    self._streams.append((number, group, stream, encoding))
                 else:
-                    self._why = (
-                        f"values of {dtype or 'an unknown type'} are not compared, their scales are not recorded"
-                    )
+                    said = "nobody says what they are, or by what they are scaled"
+                    self._why = f"values of {dtype or 'an unknown type'} are not compared: {said}"
         if self._streams:
             dtype = history.header.model.dtype
-            self._layer: FirstLayer = first_layer(history.model, dtype if dtype in ROUNDING else self._streams[0][3])
+            self._layer: FirstLayer = first_layer(
+                history.model, dtype if dtype in ROUNDING else self._streams[0][3].dtype
+            )
+            widths = {one.half: bytes_of_layer(one) // ITEM_BYTES[of.dtype] for _, _, one, of in self._streams}
+            self._tables = TokenTables(self._layer, history.header.ranks, widths)
             self._why = ""
         self._why = self._why or ("" if self._streams else "no bytes of the first layer were recorded")
 
@@ -116,16 +130,17 @@ class ModelBytes(HistoryCheck):
             self.counts[self._why] += tokens
             return
         of_tokens: set[tuple[int, int]] = set()  # event and slot of what is no V of its token, so that K is not asked
+        given = forward_tokens(batch, header, 0, self._identity_of)
+        data = None if given is None else self._tables.load(batch)
         left = 0
-        for number, group, stream, dtype in sorted(self._streams, key=lambda one: one[2].half in self._layer.moves):
-            written = written_tokens(batch, header, 0, number, header.groups[group].table, self._identity_of)
-            size = 0 if written is None else len(written.keys)
+        for number, group, stream, encoding in sorted(self._streams, key=lambda one: one[2].half in self._layer.moves):
+            size = 0
+            if given is not None:
+                widths = [one.capture_bytes for _, one in header.streams(0)]
+                begins = given.begins(sum(widths[:number]), widths[number])
+                table = header.groups[group].table
+                size = self._compare_stream(stream, encoding, given, begins, data, table, of_tokens)
             left += tokens - size
-            if why := self._layer.why_not.get(stream.half):
-                self.counts[why] += size
-            elif written is not None:
-                got = float_values(written.data[:, : stream.capture_bytes // max(1, len(stream.layers))], dtype)
-                self._compare(stream.half, written.keys, got, written.places, of_tokens)
         if left:
             self.counts[_LEFT_OUT] += left
 
@@ -146,6 +161,43 @@ class ModelBytes(HistoryCheck):
         weights = next((value for kind, _, _, value in values if kind == _WEIGHTS), None)
         return self._numbers.setdefault(weights, len(self._numbers))
 
+    def _compare_stream(
+        self,
+        stream: KvStream,
+        encoding: Encoding,
+        given: ForwardTokens,
+        begins: Int64Array,
+        data: Any,
+        block_table: int,
+        of_tokens: set[tuple[int, int]],
+    ) -> int:
+        """Compare what forwards wrote to a stream, and return of how many tokens there are bytes.
+
+        What fits its token's row in the table is right. Of the rest the definition is asked.
+        """
+        values, whole = given.batch.values("kv_bytes"), stream.capture_bytes
+        tokens, positions = given.keys & (1 << TOKEN_BITS) - 1, given.positions
+        inside = (tokens < self._layer.vocab_size) & (positions >= 0) & (positions < 1 << TOKEN_BITS)
+        flags = self._tables.flags(stream.half, data, begins, np.where(inside, tokens, -1), positions, encoding)
+        if flags is None:
+            flags = np.zeros(len(begins), np.uint8)
+        filled, right = flags & FILLED > 0, flags == FILLED | FITS
+        unsure = np.flatnonzero(~filled)  # bytes behind those that were looked at may be there
+        filled[unsure] = rows_of_bytes(values, begins[unsure], whole).any(axis=1)
+        size = int(filled.sum())
+        if why := self._layer.why_not.get(stream.half):
+            self.counts[why] += size
+            return size
+        for identity in np.unique(given.keys[filled] >> TOKEN_BITS).tolist():
+            known = self._compared.setdefault(identity, {}).setdefault(stream.half, _Compared())
+            known.tokens += int((right & (given.keys >> TOKEN_BITS == identity)).sum())
+        self.counts[COMPARED] += int(right.sum())
+        rest = np.flatnonzero(filled & ~right)
+        if len(rest):
+            got = stored_values(rows_of_bytes(values, begins[rest], whole)[:, : bytes_of_layer(stream)], encoding)
+            self._compare(stream.half, given.keys[rest], got, given.places(rest, block_table), of_tokens)
+        return size
+
     def _compare(
         self, half: str, keys: Int64Array, got: FloatArray, places: Int64Array, of_tokens: set[tuple[int, int]]
     ) -> None:
@@ -161,7 +213,7 @@ class ModelBytes(HistoryCheck):
         mine = Expected(*(part[which] for part in expected))
         if mine.values.shape[1] < got.shape[1]:
             got = got[:, : mine.values.shape[1]]
-        wrong = mine.differ(got)
+        wrong = mine.differ(got, self._encoding(half))
         if not mine.known.all():
             self.counts[_NO_NUMBER] += int((~mine.known).sum())
             keys, places, tokens = (part[mine.known] for part in (keys, places, tokens))
@@ -183,6 +235,9 @@ class ModelBytes(HistoryCheck):
                 if len(known.kept) < _MOST_KEPT:
                     off = float(np.abs(got[at] - mine.values[at]).max() / max(float(mine.largest[at]), 1e-30))
                     known.kept.append(_Wrong(half, places[at], int(tokens[at]), got[at], off))
+
+    def _encoding(self, half: str) -> Encoding:
+        return next(encoding for _, _, stream, encoding in self._streams if stream.half == half)
 
     def _expected(self, half: str, tokens: Int64Array, positions: Int64Array, width: int) -> Expected:
         return self._layer.expected(half, tokens, positions, self.history.header.ranks, width)
@@ -235,7 +290,7 @@ class ModelBytes(HistoryCheck):
 
     def _is(self, one: _Wrong, token: int, position: int) -> bool:
         expected = self._expected(one.half, np.array([token]), np.array([position]), len(one.got))
-        return not expected.differ(one.got[None])[0]
+        return not expected.differ(one.got[None], self._encoding(one.half))[0]
 
     def _finding(self, members: list[_Wrong], *, explained: bool) -> Finding:
         first, names = members[0], self.history.request_table

@@ -9,14 +9,15 @@ import numpy as np
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.errors import TraceError
-from ...recorder.state.apply import RecordedState, WriteStep
+from ...recorder.state.apply import WriteStep
 from ...recorder.state.forward import Forward, add_up
 from ...recorder.state.pools import GroupPool
 from ...recorder.trace.batch import EventView
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceGap
 from ...recorder.trace.schema import LOGPROB_BITS
-from ..run.streams import SegmentStream
+from ..run.streams import Checks, SegmentStream
+from .late_bytes import LateBytes
 
 
 class Seen(NamedTuple):
@@ -60,7 +61,7 @@ class _Held(NamedTuple):
     data: list[ByteArray]
 
 
-class RequestWalk(RecordedState):
+class RequestWalk(LateBytes):
     """Follows one request of the target through a trace: what it read, what it wrote, and its tokens."""
 
     def __init__(self, header: TraceHeader, request: str) -> None:
@@ -82,14 +83,19 @@ class RequestWalk(RecordedState):
         self._drafts: dict[int, tuple[int, Int64Array]] = {}
         self._samples_at: dict[int, tuple[int, int, int]] = {}  # by forward: event, place in its batch, next position
 
-    def walk(self, paths: Sequence[Path]) -> None:
-        """Read a trace to its end; raise `TraceError` if nobody of that name ran in it, or two did."""
+    def walk(self, paths: Sequence[Path], checks: Checks | None = None) -> None:
+        """Read a trace to its end; raise `TraceError` if nobody of that name ran in it, or two did.
+
+        With `checks` what others wrote stays in the files, and is checked meanwhile.
+        """
         stream = SegmentStream(paths)
-        for item in stream.stream():
+        for item in stream.stream() if checks is None else stream.stream_without_bytes(checks):
             if isinstance(item, TraceGap):
                 self.forget()
                 continue
+            self.reads(None if checks is None else checks.readers[-1])
             for view in item:
+                self.at(view)
                 self.apply(view)
                 if view.kind in ("forward", "sample"):
                     self._sampled(view)
@@ -166,6 +172,7 @@ class RequestWalk(RecordedState):
     ) -> None:
         if not len(positions):
             return
+        self.fetch(pool, slots)
         writers, data = pool.last_writers(slots), [kv[slots] for kv in pool.pool.kv]
         if wrote:
             writers[:] = forward.event, forward.forward, forward.request_ids[r]

@@ -1,23 +1,25 @@
 """One request computed again from its tokens, by its own checkpoint, and held against what the engine had of it in its pools."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.layers import watched_bytes
-from ...recorder.errors import TraceError, first_line
-from ...recorder.trace.header import KvStream, Ranks, TraceHeader
+from ...kernels.ops.token_rows.encoding import ITEM_BYTES, float_values
+from ...recorder.errors import TraceError
+from ...recorder.trace.header import SAMPLE_BYTES, KvStream, TraceHeader
 from ...recorder.trace.schema import LOGPROB_KINDS
-from ..run.streams import SegmentStream
-from .first_layer import LEAST, NOISE, FloatArray, load_pair, of_rank, read_config, without_triton
-from .logprobs import LogprobDiffers, comparable, compare
+from ..run.streams import Checks, SegmentStream
+from .first_layer import FloatArray, without_triton
+from .logprobs import LogprobDiffers, LogprobsCompared, comparable, compare
 from .request_walk import RequestWalk, Seen
-from .written import ROUNDING, float_values
+from .whole_model import Model, Piece
+from .written import ROUNDING
 
 _USUAL: Final = 8.0  # times what most of a layer is off by
 AGREES, CACHE, COMPUTE, ORDER, INPUT = "agrees", "cache", "compute", "order", "input"
@@ -73,79 +75,33 @@ class Rerun:
         return asdict(self, dict_factory=finite)
 
 
-class Model:
-    """What a checkpoint gives for a row of tokens, cold: K and V of every layer, in float32 and in the engine's dtype.
-
-    With a `head` also the log-probabilities of what follows.
-    """
-
-    def __init__(self, path: Path, dtype: str, *, head: bool = False) -> None:
-        import torch
-
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = read_config(path, first_layer_only=False)
-        if not dtype or dtype not in ROUNDING:
-            raise TraceError(
-                f"the trace is of a model in {dtype or 'an unknown type'}, expected one of {', '.join(ROUNDING)}"
-            )
-        self._models = load_pair(path, config, dtype, self.device, head=head)
-        self.head, self.vocab_size = head, int(config.vocab_size)
-        self.layers: list[dict[str, tuple[Any, Any]]] = []
-        self._rows: dict[tuple[int, str], tuple[FloatArray, FloatArray]] = {}
-        self.logprobs: list[FloatArray] = []
-
-    def compute(self, tokens: Int64Array, starts: Int64Array, followed: Int64Array = _NOTHING) -> None:
-        """Compute a request from its tokens `[n]`, in chunks that begin at `starts`, 0 among them: `layers` then has float32
-        and low, `[n, heads, dim]` each, by half; `logprobs` both of what follows the positions `followed`, `[m, vocab]`.
-        """
-        import torch
-        from transformers import DynamicCache
-
-        found = []
-        self.logprobs = []
-        try:
-            with torch.inference_mode():
-                for model in self._models:
-                    cache = DynamicCache()
-                    parts = [np.empty((0, self.vocab_size), np.float32)]
-                    for begin, chunk in zip(starts.tolist(), np.split(tokens, starts[1:]), strict=True):
-                        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-                        asked = followed[(followed >= begin) & (followed < begin + len(chunk))] - begin
-                        if self.head:
-                            options["logits_to_keep"] = torch.from_numpy(asked).to(self.device)
-                        out = model(input_ids=torch.from_numpy(chunk)[None].to(self.device), **options)
-                        if len(asked):
-                            parts.append(out.logits[0].float().log_softmax(-1).cpu().numpy())
-                    self.logprobs.append(np.concatenate(parts))
-                    found.append([(layer.keys, layer.values) for layer in cache.layers])
-        except Exception as error:  # noqa: BLE001  # a token that the model has not, too little memory
-            raise TraceError(f"the model cannot compute the request: {first_line(error)}") from None
-        self._rows.clear()
-        self.layers = [
-            {half: (full[at][0].transpose(0, 1), low[at][0].transpose(0, 1)) for at, half in enumerate("KV")}
-            for full, low in zip(*found, strict=True)
-        ]
-
-    def rows(self, layer: int, half: str, ranks: Ranks) -> tuple[FloatArray, FloatArray]:
-        """Return what a rank must hold of each position in a layer, `[n, width]`, and how much it may be off, `[n]`; not
-        finite where the checkpoint gives NaN or infinity.
-        """
-        if (layer, half) not in self._rows:
-            full, low = (of_rank(part.float().cpu().numpy(), ranks) for part in self.layers[layer][half])
-            with np.errstate(invalid="ignore"):
-                noise, largest = np.abs(full - low).max(axis=1), np.abs(full).max(axis=1)
-            usual = np.median(noise[np.isfinite(noise)]) if np.isfinite(noise).any() else 0.0
-            self._rows[layer, half] = full, NOISE * np.maximum(noise, usual) + LEAST * largest
-        return self._rows[layer, half]
-
-
 def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
-    """Compute a request again and compare every byte of it that a trace's files have; raise `TraceError` if that cannot be."""
+    """Compute a request again and compare every byte of it that a trace's files have; raise `TraceError` if that cannot be.
+
+    What others wrote is not read, and its CRC looked at meanwhile: if one does not hold, all is read.
+    """
     header = SegmentStream(paths).header
     if header.tokens != "plain":
         raise TraceError(f"{paths[0]}: it holds hashes of tokens; record with KVCANARY_TOKENS=plain")
+    with Checks() as checks:
+        found, error = None, None
+        try:
+            walk = RequestWalk(header, request)
+            walk.walk(paths, checks)
+            found = _rerun(walk, paths, request, model)
+        except TraceError as raised:
+            error = raised
+        if checks.hold():
+            if found is None:
+                raise error or TraceError(f"{paths[0]}: nothing could be computed")
+            return found
     walk = RequestWalk(header, request)
     walk.walk(paths)
+    return _rerun(walk, paths, request, model)
+
+
+def _rerun(walk: RequestWalk, paths: Sequence[Path], request: str, model: Path) -> Rerun:
+    header = walk.header
     tokens = walk.tokens()
     name = walk.state.request_table.name(walk.request_id) if walk.request_id >= 0 else request
     found = Rerun(request=name, tokens=len(tokens), forwards=walk.forwards)
@@ -158,13 +114,13 @@ def rerun(paths: Sequence[Path], request: str, model: Path) -> Rerun:
     if short:
         found.not_compared.append(f"{short:,} positions from {len(tokens):,} on: a token before them is unknown")
     with without_triton():
-        computed = _model(model, header.model.dtype, walk, found)
+        computed = _model(model, header, walk, found)
         sampled, why = comparable(walk.logprobs, tokens, computed.vocab_size)
         sampled = sampled if computed.head else []
         found.not_compared += why
         followed = np.unique([one.position - 1 for one in sampled]).astype(np.int64)
         computed.compute(tokens, np.zeros(1, np.int64), followed)
-    logprobs = compare(sampled, followed, *computed.logprobs)
+    logprobs = compare(sampled, followed, *computed.logprobs) if len(sampled) else LogprobsCompared()
     found.logprobs, found.logprobs_differing = logprobs.compared, len(logprobs.differing)
     found.logprob_tolerance = logprobs.tolerance
     if logprobs.unknown:
@@ -205,26 +161,66 @@ def _elsewhere(header: TraceHeader, found: Rerun) -> str:
     return f"{captured}, so the damage is in what was not captured: {others}other bytes of a slot, or behind the last layer"
 
 
-def _model(path: Path, dtype: str, walk: RequestWalk, found: Rerun) -> Model:
+def _model(path: Path, header: TraceHeader, walk: RequestWalk, found: Rerun) -> Model:
     """Load the model, with its head if log-probabilities are to be compared."""
     if any(one.kind == LOGPROB_KINDS.index("raw") for one in walk.logprobs):
         try:
-            return Model(path, dtype, head=True)
+            return Model(path, header.model.dtype, head=True)
         except TraceError as error:
             found.not_compared.append(f"log-probabilities: {error}")
-    return Model(path, dtype)
+    streams = [stream for _, stream in header.streams(0)]
+    captured = max((max(stream.layers, default=stream.layer) for stream in streams), default=0)
+    return Model(path, header.model.dtype, most_layers=captured + 1)
+
+
+def _agrees(walk: RequestWalk, header: TraceHeader, model: Model, size: int, found: Rerun) -> bool:
+    """Count what can be compared, and say whether all of it agrees at a look; nothing is counted otherwise."""
+    counts = Rerun(request="", tokens=0, forwards=0)
+    for seen in walk.seen:
+        for piece, changed in _comparable(seen, header, model, size, counts):
+            if changed[piece.of].any() or not model.near(piece, header.ranks, seen.positions[piece.of]):
+                return False
+            _count(counts, piece.layer, len(piece.of))
+    found.compared, found.layers = counts.compared, counts.layers
+    found.not_compared += counts.not_compared
+    return True
 
 
 def _differing(
     walk: RequestWalk, header: TraceHeader, model: Model, size: int, found: Rerun
 ) -> list[tuple[Differs, Seen, int]]:
     """Compare all that was seen; return what differs by more than rounding, and by more than most of its layer does."""
+    if _agrees(walk, header, model, size, found):
+        return []
     shares: dict[int, list[FloatArray]] = {}
     wrong = [one for seen in walk.seen for one in _compare(seen, header, model, size, found, shares)]
     # An engine that rounds more than its dtype says is off everywhere: that is no fault of one slot.
     usual = {layer: float(np.median(got)) for layer, parts in shares.items() if len(got := np.concatenate(parts))}
     limit = {layer: max(1.0, _USUAL * share) if share <= 1 else 1.0 for layer, share in usual.items()}
     return [(one, seen, at) for share, one, seen, at in wrong if share > limit.get(one.layer, 1.0)]
+
+
+def _comparable(
+    seen: Seen, header: TraceHeader, model: Model, size: int, found: Rerun
+) -> Iterator[tuple[Piece, BoolArray]]:
+    """Yield what the model can be asked about of what was seen, with what of the stream changed; say why of the rest."""
+    for stream, data, changed in zip(header.groups[seen.group].streams, seen.data, seen.changed, strict=True):
+        dtype = stream.dtype or header.model.dtype
+        if dtype not in ROUNDING:
+            _say(found, f"values of {dtype or 'an unknown type'}: their scales are not recorded")
+            continue
+        known = (seen.positions < size) & data.any(axis=1)
+        for piece in _pieces(stream, seen.slots, data, dtype):
+            there = known[piece.of]
+            if piece.layer >= model.num_layers and there.any():
+                _say(found, f"layers from {model.num_layers} on: the checkpoint has no more")
+            if piece.layer >= model.num_layers or not there.any():
+                continue
+            ends = piece.begins + piece.data.shape[1] // ITEM_BYTES[dtype]
+            there &= ends <= model.width(
+                piece.layer, stream.half, header.ranks
+            )  # MLA's rotary part lies behind the latent
+            yield _chosen(piece, there), changed
 
 
 def _compare(
@@ -235,47 +231,47 @@ def _compare(
     Of everything that is compared `shares` gets that, by layer.
     """
     wrong: list[tuple[float, Differs, Seen, int]] = []
-    for stream, data, changed in zip(header.groups[seen.group].streams, seen.data, seen.changed, strict=True):
-        dtype = stream.dtype or header.model.dtype
-        if dtype not in ROUNDING:
-            _say(found, f"values of {dtype or 'an unknown type'}: their scales are not recorded")
-            continue
-        for layer, of, begins, got in _pieces(stream, seen.slots, data, dtype):
-            known = of[(seen.positions[of] < size) & data[of].any(axis=1)]
-            if layer >= len(model.layers) and len(known):
-                _say(found, f"layers from {len(model.layers)} on: the checkpoint has no more")
-            if layer >= len(model.layers) or not len(known):
-                continue
-            rows, tolerance = model.rows(layer, stream.half, header.ranks)
-            if not (finite := np.isfinite(tolerance))[seen.positions[known]].all():
-                _say(found, "positions for which the checkpoint gives NaN or infinity")
-                known = known[finite[seen.positions[known]] | changed[known]]
-            columns = begins[:, None] + np.arange(got.shape[1])
-            inside = np.isin(of, known) & (columns[:, -1] < rows.shape[1])  # MLA's rotary part lies behind the latent
-            known, columns, values = of[inside], columns[inside], got[inside]
-            positions = seen.positions[known]
-            off = np.abs(values - rows[positions[:, None], columns]).max(axis=1, initial=0)
-            share = off / np.maximum(tolerance[positions], 1e-30)
-            shares.setdefault(layer, []).append(share[np.isfinite(share)])
-            share = np.where(changed[known] | np.isnan(share), np.inf, share)
-            found.compared += len(known)
-            found.layers[layer] = found.layers.get(layer, 0) + len(known)
-            for n in np.flatnonzero(share > 1).tolist():
-                at = int(known[n])
-                part = float(off[n] / max(float(np.abs(rows[positions[n]]).max()), 1e-30))
-                one = Differs(
-                    event=seen.event,
-                    forward=seen.forward,
-                    layer=layer,
-                    position=int(positions[n]),
-                    half=stream.half,
-                    group=seen.group,
-                    slot=int(seen.slots[at]),
-                    off=part,
-                    words="",
-                )
-                wrong.append((float(share[n]), one, seen, at))
+    for given, changed in _comparable(seen, header, model, size, found):
+        rows, tolerance = model.rows(given.layer, given.half, header.ranks)
+        known = np.isfinite(tolerance)[seen.positions[given.of]]
+        if not known.all():
+            _say(found, "positions for which the checkpoint gives NaN or infinity")
+        piece = _chosen(given, known | changed[given.of])
+        values = float_values(piece.data, piece.dtype)
+        columns = piece.begins[:, None] + np.arange(values.shape[1])
+        positions = seen.positions[piece.of]
+        off = np.abs(values - rows[positions[:, None], columns]).max(axis=1, initial=0)
+        share = off / np.maximum(tolerance[positions], 1e-30)
+        shares.setdefault(piece.layer, []).append(share[np.isfinite(share)])
+        share = np.where(changed[piece.of] | np.isnan(share), np.inf, share)
+        _count(found, piece.layer, len(piece.of))
+        for n in np.flatnonzero(share > 1).tolist():
+            at = int(piece.of[n])
+            part = float(off[n] / max(float(np.abs(rows[positions[n]]).max()), 1e-30))
+            one = Differs(
+                event=seen.event,
+                forward=seen.forward,
+                layer=piece.layer,
+                position=int(positions[n]),
+                half=piece.half,
+                group=seen.group,
+                slot=int(seen.slots[at]),
+                off=part,
+                words="",
+            )
+            wrong.append((float(share[n]), one, seen, at))
     return wrong
+
+
+def _count(found: Rerun, layer: int, pieces: int) -> None:
+    found.compared += pieces
+    found.layers[layer] = found.layers.get(layer, 0) + pieces
+
+
+def _chosen(piece: Piece, which: BoolArray) -> Piece:
+    if which.all():
+        return piece
+    return piece._replace(of=piece.of[which], begins=piece.begins[which], data=piece.data[which])
 
 
 def _say(found: Rerun, why: str) -> None:
@@ -283,24 +279,20 @@ def _say(found: Rerun, why: str) -> None:
         found.not_compared.append(why)
 
 
-def _pieces(
-    stream: KvStream, slots: Int64Array, data: ByteArray, dtype: str
-) -> list[tuple[int, Int64Array, Int64Array, FloatArray]]:
-    """Return by layer which of the slots `[m]` a stream shows, from which value of the token on `[m]`, and the values."""
-    item = 4 if dtype == "float32" else 2
+def _pieces(stream: KvStream, slots: Int64Array, data: ByteArray, dtype: str) -> Iterator[Piece]:
+    """Yield by layer which of the slots a stream shows, and their bytes."""
     everything = np.arange(len(slots))
     if not stream.samples:
         layers = stream.layers or (stream.layer,)
-        parts = np.split(data, len(layers), axis=1)
         zero = np.zeros(len(slots), np.int64)
-        return [(n, everything, zero, float_values(part, dtype)) for n, part in zip(layers, parts, strict=True)]
+        for layer, part in zip(layers, np.split(data, len(layers), axis=1), strict=True):
+            yield Piece(stream.half, layer, dtype, everything, zero, np.ascontiguousarray(part))
+        return
     count, chunks = len(stream.layers), stream.num_chunks
     looked = watched_bytes(slots, seed=stream.seed, num_layers=count, num_chunks=chunks, backend="cpu")
-    found = []
     for index, layer in enumerate(stream.layers):
         of = everything[looked[:, 0] == index]
-        found.append((layer, of, looked[of, 1] * (16 // item), float_values(data[of], dtype)))
-    return found
+        yield Piece(stream.half, layer, dtype, of, looked[of, 1] * (SAMPLE_BYTES // ITEM_BYTES[dtype]), data[of])
 
 
 def _fault(walk: RequestWalk, seen: Seen, at: int, tokens: Int64Array) -> tuple[str, str]:

@@ -1,10 +1,10 @@
 """The tokens that forwards of a batch wrote to a stream, with their bytes and where they stand."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
@@ -29,18 +29,51 @@ class WrittenTokens(NamedTuple):
     places: Int64Array
 
 
-def written_tokens(
-    batch: TraceBatch,
-    header: TraceHeader,
-    runner: int,
-    stream: int,
-    block_table: int,
-    identity_of: Callable[[Int64Array, Int64Array], Int64Array],
-) -> WrittenTokens | None:
-    """Return the tokens that a runner's forwards wrote to one of its streams, None if there are none.
+@dataclass(slots=True, eq=False)
+class ForwardTokens:
+    """The tokens that a runner's forwards of a batch were given, one after another: `keys` `[n]` hold identity and token,
+    `positions` `[n]` are what the model was given. Where their bytes and slots are is worked out for those that are asked for.
+    """
+
+    batch: TraceBatch
+    keys: Int64Array
+    positions: Int64Array
+    _of: Int64Array  # [m] the forwards' rows in the batch
+    _tokens: Int64Array  # [m] how many they were given
+    _forward: Int64Array  # [n] which of them
+    _within: Int64Array  # [n] and where in it
+    _owner: Int64Array  # [n] the request, of those in all forwards
+    _requests: tuple[Int64Array, Int64Array]  # rows and ids of those
+    _every: tuple[Int64Array, ...]  # owner, token, position of all, those left out too, and [n] which of them these are
+    _before: Int64Array | None = None
+
+    def begins(self, first_bytes: int, width: int) -> Int64Array:
+        """Return at which of the batch's `kv_bytes` the `width` bytes of each token begin, in a stream that `first_bytes` bytes of a
+        token precede, `[n]`.
+        """
+        starts = self.batch.offsets("kv_bytes")[self._of] + first_bytes * self._tokens
+        return starts[self._forward] + self._within * width
+
+    def places(self, which: Int64Array, block_table: int) -> Int64Array:
+        """Return where some of the tokens stand, `[k, 8]`."""
+        batch, forward, owner = self.batch, self._forward[which], self._owner[which]
+        of, (rows, ids) = self._of[forward], self._requests
+        slots = batch.offsets("out_cache_loc")[of] + block_table * self._tokens[forward] + self._within[which]
+        if self._before is None:
+            owners, tokens, positions, known = self._every
+            self._before = _before(owners, ids, tokens, positions)[known]
+        columns = [batch.scalar_ints(name)[of] for name in ("event", "forward", "time_ns")]
+        columns += [ids[owner], rows[owner], self.positions[which], batch.values("out_cache_loc")[slots]]
+        return np.stack([*columns, self._before[which]], axis=1)
+
+
+def forward_tokens(
+    batch: TraceBatch, header: TraceHeader, runner: int, identity_of: Callable[[Int64Array, Int64Array], Int64Array]
+) -> ForwardTokens | None:
+    """Return the tokens that a runner's forwards were given, None if there are none.
 
     `identity_of` gets request ids and events `[n]` and returns a number each; tokens of a negative one are left out, as are
-    unknown tokens, slots without bytes, and forwards that failed.
+    unknown tokens and forwards that failed.
     """
     widths = [one.capture_bytes for _, one in header.streams(runner)]
     of = np.flatnonzero((np.array(batch.kinds) == "forward") & (batch.scalar_ints("runner") == runner))
@@ -60,38 +93,36 @@ def written_tokens(
         return None  # a forward contradicts itself: a replay says so
     owner = np.repeat(np.insert(np.arange(len(rows)), bounds, -1), np.insert(counts, bounds, left))
     forward = np.repeat(np.arange(len(of)), tokens)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
     events = batch.scalar_ints("event")[of]
     identity = np.append(identity_of(ids, np.repeat(events, bs)), -1)[owner]
-    token = _parts(batch, "input_ids", of)
+    token, positions = _parts(batch, "input_ids", of), _parts(batch, "positions", of)
     known = np.flatnonzero((identity >= 0) & (token != UNKNOWN_TOKEN) & (token >= 0) & (token < 1 << TOKEN_BITS))
-    within, forward = (np.arange(len(owner)) - np.repeat(np.cumsum(tokens) - tokens, tokens))[known], forward[known]
-    width, first = widths[stream], sum(widths[:stream])
-    at = batch.offsets("kv_bytes")[of][forward] + first * tokens[forward] + within * width
-    data: ByteArray = _rows(batch.values("kv_bytes"), at, width)
-    slots = batch.offsets("out_cache_loc")[of][forward] + block_table * tokens[forward] + within
-    filled = data.any(axis=1)  # zeros stand for a slot without bytes
-    columns = [
-        events[forward],
-        batch.scalar_ints("forward")[of][forward],
-        batch.scalar_ints("time_ns")[of][forward],
-    ]
-    columns += [ids[owner[known]], rows[owner[known]], _parts(batch, "positions", of)[known]]
-    columns += [
-        batch.values("out_cache_loc")[slots],
-        _before(owner, ids, token, _parts(batch, "positions", of))[known],
-    ]
     keys = (identity << TOKEN_BITS | token)[known]
-    return WrittenTokens(keys[filled], data[filled], np.stack(columns, axis=1)[filled])
+    parts = forward[known], within[known], owner[known]
+    every = owner, token, positions, known
+    return ForwardTokens(batch, keys, positions[known], of, tokens, *parts, (rows, ids), every)
 
 
-def float_values(rows: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
-    """Return rows of bytes as numbers, of a dtype of `ROUNDING`."""
-    if dtype == "bfloat16":
-        return (np.ascontiguousarray(rows).view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(rows).view("<f4" if dtype == "float32" else "<f2").astype(np.float32)
+def written_tokens(
+    batch: TraceBatch,
+    header: TraceHeader,
+    runner: int,
+    stream: int,
+    block_table: int,
+    identity_of: Callable[[Int64Array, Int64Array], Int64Array],
+) -> WrittenTokens | None:
+    """Return the tokens that a runner's forwards wrote to one of its streams, of which there are bytes; None if there are none."""
+    found = forward_tokens(batch, header, runner, identity_of)
+    if found is None:
+        return None
+    widths = [one.capture_bytes for _, one in header.streams(runner)]
+    data = rows_of_bytes(batch.values("kv_bytes"), found.begins(sum(widths[:stream]), widths[stream]), widths[stream])
+    filled = np.flatnonzero(data.any(axis=1))  # zeros stand for a slot without bytes
+    return WrittenTokens(found.keys[filled], data[filled], found.places(filled, block_table))
 
 
-def _rows(data: ByteArray, at: Int64Array, width: int) -> ByteArray:
+def rows_of_bytes(data: ByteArray, at: Int64Array, width: int) -> ByteArray:
     """Return the `width` bytes that begin at each place, `[n, width]`; by words of eight if they lie so."""
     if width % 8 or bool((at % 8).any()):
         return data[at[:, None] + np.arange(width)]

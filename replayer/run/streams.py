@@ -2,19 +2,55 @@
 
 import _thread
 import dataclasses
+import os
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 from ...recorder.errors import TraceError, UnreadableTraceError
 from ...recorder.trace.batch import TraceBatch, TraceGap
 from ...recorder.trace.files import split_segment_name
+from ...recorder.trace.framing import Frame
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceReader
 
 Item = TypeVar("Item")
+_CHECKERS: Final = min(16, os.cpu_count() or 1)
+
+
+class Checks:
+    """The CRCs of batches whose KV bytes nobody has read yet, looked at in threads while the rest is used; `readers` are their files, in
+    the order in which they came, open until the end.
+    """
+
+    def __init__(self) -> None:
+        self.readers: list[TraceReader] = []
+        self._threads = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="check")
+        self._found: list[Future[bool]] = []
+
+    def __enter__(self) -> "Checks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for reader in self.readers:
+            reader.close()
+
+    def open(self, path: Path) -> TraceReader:
+        """Open a file of which batches are to be checked."""
+        self.readers.append(TraceReader(path))
+        return self.readers[-1]
+
+    def check(self, frame: Frame) -> None:
+        """Begin to check a batch of the file that was opened last."""
+        self._found.append(self._threads.submit(self.readers[-1].check, frame))
+
+    def hold(self) -> bool:
+        """Wait, and say whether all hold."""
+        return all(found.result() for found in self._found)
 
 
 class SegmentStream:
@@ -54,6 +90,14 @@ class SegmentStream:
     def stream(self) -> Generator[TraceBatch | TraceGap, None, None]:
         """Yield every whole batch, and a gap wherever something is missing, in a file or between two."""
         return cast("Generator[TraceBatch | TraceGap, None, None]", self._items(TraceReader.stream))
+
+    def stream_without_bytes(self, checks: Checks) -> Generator[TraceBatch | TraceGap, None, None]:
+        """Do what `stream` does, and leave KV bytes of forwards in their files where they are many; `checks` has them checked."""
+
+        def sparse(reader: TraceReader) -> Iterator[TraceBatch | TraceGap]:
+            return checks.open(reader.path).stream_without_bytes(checks.check)
+
+        return cast("Generator[TraceBatch | TraceGap, None, None]", self._items(sparse))
 
     def follow(self) -> Generator[TraceBatch | TraceGap | None, None, None]:
         """Do what `stream` does with files that are being written; None says that nothing more is there yet."""

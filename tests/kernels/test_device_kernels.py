@@ -25,9 +25,9 @@ KINDS = [("none",), ("partial",), ("all",), ("several",), ("pairs", "none"), ("n
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_cases() -> Any:
-    path = Path(__file__).with_name("device_cases.py")
-    spec = importlib.util.spec_from_file_location("kvcanary_device_cases", path)
+def load_cases(name: str) -> Any:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"kvcanary_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -35,7 +35,8 @@ def load_cases() -> Any:
     return module
 
 
-CASES = load_cases()
+CASES = load_cases("device_cases")
+TOKEN_ROW_CASES = load_cases("token_row_cases")
 SEEDS = st.integers(0, 1 << 30)
 # The interpreter takes most of a second for one; a fuzz run asks for more, and on a GPU there are thousands.
 EXAMPLES = settings().max_examples // 8
@@ -59,6 +60,13 @@ def test_write_of_many_tokens(seed: int, kinds: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_triton, "FEW_TOKENS", -1)
         CASES.check_write(seed, DEVICE, scale=1, kinds=kinds)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which tells of NaN
+@settings(max_examples=2 * EXAMPLES)
+@given(SEEDS)
+def test_token_rows(seed: int) -> None:
+    TOKEN_ROW_CASES.check_token_rows(seed, DEVICE, scale=2)
 
 
 # The prefix sums go over 512 requests at a time.

@@ -7,6 +7,7 @@ first layer of each sub-pool, K and V.
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -100,6 +101,7 @@ class SglangLayout:
 
     def _add_runner(self, runner: Any) -> None:
         draft = bool(runner.is_draft_worker)
+        self._runner = runner
         index = len(self.names)
         same_kind = sum(name.token_offset == int(draft) for name in self.names)
         name = "draft" if draft else "target"
@@ -181,7 +183,14 @@ class SglangLayout:
             size = int(rows[0].shape[1])
             read = min(self._settings.capture_bytes, size)
             dtype = _dtype_of(pool, layers[0])
-            stream = KvStream(half=half, layer=numbers[0], bytes_per_token=size, capture_bytes=read, dtype=dtype)
+            stream = KvStream(
+                half=half,
+                layer=numbers[0],
+                bytes_per_token=size,
+                capture_bytes=read,
+                dtype=dtype,
+                scale=_scale_of(self._runner, numbers[0], half) if layers[0].element_size() == 1 else 0.0,
+            )
             found.append((stream, KvSource(tensor=rows[0], page_size=1, bytes_per_token=size, read_bytes=read)))
             alike = all(row is not None and row.shape == rows[0].shape for row in rows)
             if self._seed is not None and alike and not on_gpu(rows[0]):
@@ -304,6 +313,17 @@ def _dtype_of(pool: Any, buffer: Any) -> str:
     kept_as_bytes = dtype is not None and dtype.itemsize == buffer.dtype.itemsize
     found = str(dtype if kept_as_bytes else buffer.dtype).removeprefix("torch.")
     return "bytes" if found == "uint8" else found
+
+
+def _scale_of(runner: Any, number: int, half: str) -> float:
+    """Return by what the 8-bit values of a layer's half are multiplied: 1 if its attention has no scale; 0 if nobody knows."""
+    modules = getattr(getattr(runner, "model", None), "modules", None)
+    for module in modules() if callable(modules) else ():
+        if type(module).__name__ == "RadixAttention" and module.layer_id == number:
+            name = "v_scale" if half == "V" else "k_scale"
+            found = 1.0 if getattr(module, name, None) is None else getattr(module, f"{name}_float", None)
+            return float(found) if isinstance(found, float | int) and 0 < found < math.inf else 0.0
+    return 0.0
 
 
 def _as_rows(buffer: Any, num_slots: int) -> Any:

@@ -6,6 +6,7 @@ cache's update (origin "submitted") and kept in a copy of the pool, which a writ
 pool itself.
 """
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from ...trace.schema import SUBMITTED, TIER_POOL
 from ..common.hooking import OnFault, wrap_method
 
 ALIGN_BYTES: Final = 16
+_KEPT: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 STORED: Final = "stored"
 
 
@@ -129,6 +131,7 @@ class KvCapture:
                     capture_bytes=source.read_bytes,
                     origin=origin,
                     dtype=self._submitted_dtype if origin == SUBMITTED else cache_dtype(layer, kv),
+                    scale=0.0 if origin == SUBMITTED else cache_scale(layer, half),
                 )
             )
         if streams:
@@ -177,8 +180,15 @@ def cache_of(layer: Any) -> Any:
 def cache_dtype(layer: Any, kv: Any) -> str:
     """Return what the values of a cache are, which keeps 8-bit floats as bytes."""
     found = str(kv.dtype).removeprefix("torch.")
-    kept = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-    return kept.get(str(getattr(layer, "kv_cache_dtype", "")), "bytes") if found == "uint8" else found
+    return _KEPT.get(str(getattr(layer, "kv_cache_dtype", "")), "bytes") if found == "uint8" else found
+
+
+def cache_scale(layer: Any, half: str) -> float:
+    """Return by what the 8-bit values of a layer's half are multiplied, 0 if nobody knows: scales that are computed come later."""
+    if str(getattr(layer, "kv_cache_dtype", "")) not in _KEPT or getattr(layer, "calculate_kv_scales", False):
+        return 0.0
+    found = getattr(layer, f"_{half.lower()}_scale_float", 0.0)
+    return float(found) if isinstance(found, float | int) and 0 < found < math.inf else 0.0
 
 
 def whole_half(kv: Any, spec: Any, half: str) -> Any:

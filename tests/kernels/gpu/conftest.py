@@ -20,8 +20,18 @@ def gpu_cases(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def device_cases() -> Any:
-    path = Path(__file__).parents[1] / "device_cases.py"
-    spec = importlib.util.spec_from_file_location("kvcanary_device_cases", path)
+    return load("device_cases")
+
+
+@pytest.fixture(scope="session")
+def token_row_cases(device_cases: Any) -> Any:
+    del device_cases  # loaded first
+    return load("token_row_cases")
+
+
+def load(name: str) -> Any:
+    path = Path(__file__).parents[1] / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"kvcanary_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -49,6 +49,12 @@ def test_scatter_fold_and_write_plan(device_cases: Any, gpu_cases: int) -> None:
         device_cases.check_small_ops(seed, "cuda", scale=40)
 
 
+@pytest.mark.parametrize("part", range(8))  # nearly each is a form of its own, and to compile one takes a second
+def test_token_rows(token_row_cases: Any, gpu_cases: int, part: int) -> None:
+    for seed in range(part, 4 * gpu_cases, 8):
+        token_row_cases.check_token_rows(seed, "cuda", scale=40)
+
+
 @pytest.mark.parametrize("mode", [KvHashMode.PARTIAL, KvHashMode.ALL])
 @pytest.mark.parametrize("damaged", [0, 1, 3000])
 def test_a_large_batch(device_cases: Any, mode: KvHashMode, damaged: int) -> None:

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from kvcanary.recorder.engines.sglang.layout import SglangLayout, ranks_of
+from kvcanary.recorder.engines.sglang.layout import SglangLayout, _scale_of, ranks_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import NotWatched
 
@@ -97,3 +98,18 @@ def test_ranks_are_found_wherever_a_version_keeps_them() -> None:
     target = SimpleNamespace(tp_rank=2, server_args=SimpleNamespace(tp_size=4, dp_size=2))
     ranks = ranks_of(SimpleNamespace(pp_rank=1, dp_rank=None, ps=Raising()), target)
     assert (ranks.tp_rank, ranks.tp_size, ranks.pp_rank, ranks.dp_rank, ranks.dp_size) == (2, 4, 1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "scales"),
+    [
+        ({"k_scale": None, "v_scale": None}, (1.0, 1.0)),
+        ({"k_scale": object(), "k_scale_float": 0.5, "v_scale": object(), "v_scale_float": None}, (0.5, 0.0)),
+        ({"layer_id": 4, "k_scale": None}, (0.0, 0.0)),
+    ],
+)
+def test_scales_of_a_cache_of_8_bits_are_those_of_its_layer_s_attention(module: Any, scales: Any) -> None:
+    attention = type("RadixAttention", (), {"layer_id": 3, **module})()
+    runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: iter([object(), attention])))
+    assert tuple(_scale_of(runner, 3, half) for half in "KV") == scales
+    assert _scale_of(SimpleNamespace(), 3, "K") == 0.0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
+from kvcanary.recorder.engines.vllm.kv import cache_scale
 from kvcanary.recorder.engines.vllm.layout import VllmLayout
 from kvcanary.recorder.engines.vllm.logprobs import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
@@ -256,3 +257,18 @@ def test_blocks_that_are_copied_for_a_hit_inside_one(
     assert verdict(tmp_path).verdict.value == ("clean" if told else "corrupt")
     _, events_told = events(tmp_path)
     assert ("kv_copy" in {event.kind for event in events_told}) == told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others", "scales"),
+    [
+        ("fp8_e5m2", {}, (0.5, 0.25)),
+        ("fp8", {"calculate_kv_scales": True}, (0.0, 0.0)),  # they come later
+        ("auto", {}, (0.0, 0.0)),
+        ("fp8_ds_mla", {}, (0.0, 0.0)),
+        ("fp8", {"_k_scale_float": float("nan"), "_v_scale_float": None}, (0.0, 0.0)),
+    ],
+)
+def test_scales_of_a_cache_of_8_bits_are_the_layer_s(dtype: str, others: dict[str, Any], scales: Any) -> None:
+    layer = SimpleNamespace(kv_cache_dtype=dtype, **{"_k_scale_float": 0.5, "_v_scale_float": 0.25, **others})
+    assert tuple(cache_scale(layer, half) for half in "KV") == scales

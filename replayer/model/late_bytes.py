@@ -1,0 +1,133 @@
+"""Pools whose bytes stay in the file until somebody asks for them: a request's are few, and others' are most of a recording."""
+
+from typing import Any
+
+import numpy as np
+
+from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.constants import KvHashMode
+from ...recorder.state.apply import RecordedState, WriteStep
+from ...recorder.state.events import CopyEvent, TransferEvent
+from ...recorder.state.forward import Forward
+from ...recorder.state.pools import Endpoint, GroupPool
+from ...recorder.state.writes import KvChanges
+from ...recorder.trace.batch import EventView
+from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.reader import TraceReader
+from ...recorder.trace.schema import TIER_HOST
+
+
+class LateBytes(RecordedState):
+    """The state of a trace for one who asks for the bytes, token and position of some slots, and for no hash nor history.
+
+    For each slot and stream is noted where in which file the bytes lie that were written last; `fetch` reads them. What changes bytes in
+    another way than a forward's write has those that it needs read before.
+    """
+
+    def __init__(self, header: TraceHeader) -> None:
+        super().__init__(header)
+        self.state.history = None
+        for pool in self.pools:
+            pool.kv_hash_mode = KvHashMode.NONE
+            pool.sources = dict.fromkeys(pool.group.halves, ())
+            pool.pool.whole_hashes = pool.host.whole_hashes = {}
+        self._starts = [np.full((len(pool.group.streams), pool.num_slots), -1, np.int64) for pool in self.pools]
+        self._files = [np.zeros(pool.num_slots, np.int32) for pool in self.pools]
+        self._readers: list[TraceReader] = []
+        self._view: EventView | None = None
+        self._changing: dict[int, Int64Array] = {}  # slots of a group that the event also changes otherwise
+
+    def reads(self, reader: TraceReader | None) -> None:
+        """Take note of the file that the next events are of, None if their batches hold all bytes."""
+        if reader is not None and (not self._readers or self._readers[-1] is not reader):
+            self._readers.append(reader)
+
+    def at(self, view: EventView) -> None:
+        """Take note of the event that is applied next."""
+        self._view = view
+
+    def fetch(self, pool: GroupPool, slots: Int64Array) -> None:
+        """Read the bytes of a group's slots that are still in a file."""
+        starts, files = self._starts[pool.index], self._files[pool.index]
+        for number, kv in enumerate(pool.pool.kv):
+            late = np.unique(slots[starts[number, slots] >= 0])
+            if not len(late):
+                continue
+            for file in np.unique(files[late]).tolist():
+                some = late[files[late] == file]
+                some = some[np.argsort(starts[number, some], kind="stable")]
+                kv[some] = _read(self._readers[file], starts[number, some], kv.shape[1])
+            starts[number, late] = -1
+
+    def _store_bytes(self, steps: list[WriteStep], forward: Forward) -> None:
+        view = self._view
+        assert view is not None
+        late, first = view.batch.unread_at >= 0, 0
+        for step in steps:
+            slots = step.slots
+            inside = np.flatnonzero((slots >= 0) & (slots < step.pool.num_slots))
+            self._starts[step.pool.index][:, slots[inside]] = -1
+        if not late:
+            super()._store_bytes(steps, forward)
+            return
+        begin = view.batch.unread_at + int(view.batch.offsets("kv_bytes")[view.index])
+        by_group, seen = {step.pool.index: step for step in steps}, dict.fromkeys(range(len(self.pools)), 0)
+        for group, stream in self.header.streams(forward.runner):
+            width, step = stream.capture_bytes, by_group[group]
+            number, seen[group] = seen[group], seen[group] + 1
+            tokens = np.flatnonzero((step.slots >= 0) & (step.slots < step.pool.num_slots))
+            slots = step.slots[tokens]
+            self._starts[group][number, slots] = begin + first + tokens * width
+            self._files[group][slots] = len(self._readers) - 1
+            first += width * len(step.slots)
+        for group, slots in self._changing.items():
+            self.fetch(self.pools[group], slots)
+
+    def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> WriteStep:
+        self._changing[pool.index] = np.unique(changes.slots_of(pool.index))
+        self.fetch(pool, self._changing[pool.index])
+        return super()._plan(pool, forward, changes)
+
+    def _judge(self, forward: Forward, view: EventView, steps: list[WriteStep]) -> None:
+        """Judge nothing."""
+
+    def _write(self, endpoint: Endpoint, half: str, step: WriteStep, forward: Forward) -> None:
+        if endpoint == "TAIL" and half == step.pool.group.halves[0]:  # all have the same tokens and positions
+            super()._write(endpoint, half, step, forward)
+
+    def _finish(self, step: WriteStep, forward: Forward) -> None:
+        """Hash nothing."""
+
+    def _apply_kv(self, changes: KvChanges) -> None:
+        for pool in self.pools if changes else ():
+            self.fetch(pool, np.unique(changes.slots_of(pool.index)))
+        super()._apply_kv(changes)
+
+    def _copy(self, event: CopyEvent) -> None:
+        for copy in event.copies:
+            pool = self.pools[copy.group]
+            if copy.src_tier != TIER_HOST:
+                self.fetch(pool, _inside(copy.src, pool))
+            if copy.dst_tier != TIER_HOST:
+                self.fetch(pool, _inside(copy.dst, pool))
+        super()._copy(event)
+
+    def _transfer(self, event: TransferEvent, view: EventView) -> None:
+        if event.group >= 0:
+            self.fetch(self.pools[event.group], _inside(event.slots, self.pools[event.group]))
+        super()._transfer(event, view)
+
+
+def _inside(slots: Any, pool: GroupPool) -> Int64Array:
+    slots = np.asarray(slots, np.int64)
+    return slots[(slots >= 0) & (slots < pool.num_slots)]
+
+
+def _read(reader: TraceReader, starts: Int64Array, width: int) -> ByteArray:
+    """Return the bytes `[n, width]` from each place of a file on, ascending; those that follow one another are read at once."""
+    found = np.empty((len(starts), width), np.uint8)
+    flat = found.reshape(-1).data
+    cuts = np.flatnonzero(np.diff(starts) != width) + 1
+    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(starts)], strict=True):
+        reader.read_at(flat[first * width : last * width], int(starts[first]))
+    return found
