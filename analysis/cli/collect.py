@@ -42,7 +42,8 @@ def collect_command(reports: tuple[Path, ...], table: Path, node: str, as_json: 
     A report is one Parquet file there, below day=.../engine=.../version=.../model=...; one that is collected again takes the place
     of itself. Any number of processes may collect into a table at a time.
     """
-    from ..store.reports_table import add_report, reports_below
+    from ..store.report_rows import add_report
+    from ..store.reports_table import reports_below
 
     added: list[str] = []
     failed: dict[str, str] = {}

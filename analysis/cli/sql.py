@@ -108,7 +108,8 @@ def _run(
     paths: list[Path], query: str | None, script: Path | None, output: Path | None, form: str, options: dict[str, Any]
 ) -> None:
     from ..store.output import spare
-    from ..store.reports_table import is_table, open_table
+    from ..store.report_rows import is_table
+    from ..store.reports_table import open_table
     from ..store.session import open_sources
     from ..store.sources import find_sources, named_in
     from ..store.store import build_store

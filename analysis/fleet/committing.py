@@ -28,7 +28,7 @@ from ...replayer.workers.group_replay import GroupResult, GroupTask, joined_resu
 from ...replayer.workers.jobs import Job
 from ..errors import AnalysisError
 from ..finishing import finish
-from ..store.reports_table import add_report, mark_table, write_file
+from ..store.report_rows import add_report, mark_table, write_file
 from .tasks import Task
 
 _MUCH_BYTES: Final = 1 << 30

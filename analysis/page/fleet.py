@@ -9,7 +9,8 @@ from ...recorder.remote import RemotePath, as_path
 from ...replayer.report.report import PAGE_NAME
 from ..errors import AnalysisError
 from ..store.output import private_output
-from ..store.reports_table import ReportsTable, is_table, open_table
+from ..store.report_rows import is_table
+from ..store.reports_table import ReportsTable, open_table
 from .ask import Ask
 from .build import page_document, plot_library
 

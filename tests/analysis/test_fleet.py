@@ -5,6 +5,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,12 @@ def test_it_says_where_the_time_went_and_what_memory_held_back(tmp_path: Path, m
     done = run("fleet", "replay", tmp_path, "-o", tmp_path / "other", "--jobs", 2)
     assert done.returncode == 0
     assert "note: at most 1 of 2 workers were at work at once: the machine has not memory" in done.stderr
+
+
+def test_neither_driver_nor_workers_load_duckdb_for_what_is_clean() -> None:
+    """It takes each of them a fifth of a second, and may say at its end, on standard error, that it leaked."""
+    code = "import sys, kvcanary.analysis.cli.fleet, kvcanary.analysis.fleet.workers; print('duckdb' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True) == "False\n"
 
 
 def test_what_a_lost_process_was_at_is_done_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
