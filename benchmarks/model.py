@@ -9,7 +9,7 @@ both lie on the device, beside what a copy on that device reads and writes, meas
 beside one without (medians, in turn), and where its time is, in one more run. Rerun: a request of 8,192 tokens computed and compared, from a
 recording that is mostly others', one that is all its own, and one that has bytes of every layer, beside the model's own prefill of it
 in the engine's dtype. The model is in memory each time. The exit status is 2 if a replay is not clean or compares less than everything,
-1 if the target of 60 %, or of 2 times, is missed.
+or if more than 1 % of the rows do not fit the table; 1 if the target of 60 %, or of 2 times, is missed.
 """
 
 import argparse
@@ -55,6 +55,7 @@ PARTS = (
     (FirstLayer, "expected", "the definition, for what does not fit"),
 )
 LAUNCHES = 20
+FIT = 0.99  # of the rows
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -71,7 +72,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"}
-    missed = False
+    missed = failed = False
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder) / "model", options)
         found["memory, GB a second"] = round(memory_speed() / 1e9)
@@ -81,6 +82,7 @@ def main() -> int:
             tell(f"recorded {trace.name}, {trace.stat().st_size >> 20} MiB")
             figures = oracle(trace, checkpoint, options, capture)
             figures |= kernel(checkpoint, options.tokens, capture)
+            failed |= min(figures["K"]["rows that fit"], figures["V"]["rows that fit"]) < FIT
             missed |= min(figures["K"]["share of memory speed"], figures["V"]["share of memory speed"]) < TARGET_SHARE
             found[f"oracle, {capture} bytes of a half"] = figures
             tell(str(figures))
@@ -91,7 +93,7 @@ def main() -> int:
             found["rerun"] = {name: rerun(one, checkpoint, options.runs) for name, one in traces.items()}
             missed |= max(times["times its prefill"] for times in found["rerun"].values()) > TARGET_TIMES
     print(json.dumps(found, indent=None if options.json else 2, default=float))
-    return int(missed)
+    return 2 if failed else int(missed)
 
 
 def make_checkpoint(path: Path, options: argparse.Namespace) -> Path:
@@ -203,9 +205,6 @@ def kernel(checkpoint: Path, tokens: int, capture: int) -> dict[str, Any]:
         figures["memory, bytes a second"] = memory_speed()
         figures["share of memory speed"] = figures["bytes a second"] / figures["memory, bytes a second"]
         found[half] = figures
-        if figures["rows that fit"] < 0.99:
-            print(f"{half}: {figures}", file=sys.stderr)
-            raise SystemExit(2)
     return found
 
 

@@ -19,6 +19,7 @@ _SAMPLES: Final = 8  # heads of them
 _FITS: Final = 2.0**-15  # of the largest value, where pairs are looked for
 NEAR: Final = 2.0**-15  # and where angles are learnt
 _LENGTH: Final = 2.0**-13  # by which a turn may change how long a pair is
+_ALIKE: Final = 0.95  # of the probes' values: computed in another batch, some are rounded the other way
 _AT_ONCE: Final = 1024  # positions
 _NAN_BITS: Final = 0x7FC0  # of bfloat16
 _BESIDE: Final = (0, -1, 1)  # in bits: a float32 that is known within less may be rounded either way
@@ -105,13 +106,15 @@ class Turning:
         partner = own[..., self.pairs.partners]
         found = [torch.full_like(one, _NAN_BITS, dtype=torch.int16) for one in (cosines, sines)]
         bits = [one.bfloat16().view(torch.int16) for one in (cosines, sines)]
+        alike = torch.full_like(cosines, _ALIKE * there.shape[1] * there.shape[2])
         for one in _BESIDE:
             for other in _BESIDE:
                 tried = [bits[0] + one, bits[1] + other]
                 cosine, sine = (part.view(torch.bfloat16)[:, None, None] for part in tried)
-                same = (own * cosine + partner * sine == there).all(dim=2).all(dim=1)
-                same &= found[0] == _NAN_BITS
-                found = [torch.where(same, new, old) for new, old in zip(tried, found, strict=True)]
+                same = (own * cosine + partner * sine == there).sum(dim=(1, 2)).to(alike.dtype)
+                better = same > alike
+                alike = torch.where(better, same, alike)
+                found = [torch.where(better, new, old) for new, old in zip(tried, found, strict=True)]
         return found[0], found[1]
 
     def _make_room(self, size: int) -> None:
