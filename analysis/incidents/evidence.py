@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
+from .facts import Fact
 
 # No kind is said with this or more that another one could be as well.
 CERTAIN: Final = 0.7
@@ -112,8 +113,9 @@ class Likely(NamedTuple):
 def evidence_of(cluster: Cluster) -> Evidence:
     """Return what is observed of a cluster's first sign that is about a slot's content, or of its first."""
     head = cluster.head
-    sign = next((s for s in head if s.slot > 0 and s.bits & (CONTENT | KV_HASH)), None)
-    sign = sign or next((s for s in head if s.slot > 0 and s.request_id >= 0), head[0])
+    of_slots = [s for s in head if s.slot > 0 and s.bits & (CONTENT | KV_HASH)]
+    of_slots = of_slots or [s for s in head if s.slot > 0 and s.request_id >= 0] or head[:1]
+    sign = next((s for s in of_slots if not cluster.is_sliding(s)), of_slots[0])  # a full slot's history says more
     mine = [s for s in head if s.request_id == sign.request_id]
     own = cluster.wrote(sign)
     held = _held(cluster, sign)
@@ -140,9 +142,12 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
     history = cluster.history(sign)
     held = Held.NEVER if history or cluster.complete else Held.UNKNOWN
     holder, gone = -1, False  # whom it was given to last and who has it still; whether the cache has given it up
-    again = cluster.facts.retracted_before(sign.request_id, sign.event)
+    again, own = cluster.facts.retracted_before(sign.request_id, sign.event), cluster.wrote(sign)
+    wrote = own[0] if own is not None and own[1] == sign.slot else sign.event
     for fact in history:
         mine, holds = fact.request_id == sign.request_id, held in _HOLDS
+        if mine and held in (Held.EVICTED, Held.GAVE_UP) and wrote < fact.event and not again:
+            continue  # given anew while it ran, for another position: what it wrote there before is lost all the same
         if fact.what == "alloc":
             twice = holds and not again if mine and holder == sign.request_id else cluster.complete and holder != -1
             held = (Held.TWICE if twice else Held.OWN) if mine else Held.GIVEN_ANEW if holds else held
@@ -214,7 +219,12 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("row_reassigned_in_flight",))
     if "swa_mapping_stale" in kinds:
         missing = any(s.cause == "swa_slot_missing" for s in head)
-        return Likely("allocation", ("swa_window_off_by_one",)) if missing else Likely("table", ("stale_swa_mapping",))
+        lost = {Held.EVICTED: ("eviction_of_locked_page",), Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early")}
+        gone = Likely("allocation", lost.get(seen.held, ("swa_window_off_by_one",)))
+        return gone if missing else Likely("table", ("stale_swa_mapping",))
+    fed = {(s.stored_token, s.expected_token) for s in head if s.kind == "input_not_sampled"}
+    if any(token != own and (own, token) in fed for token, own in fed):
+        return Likely("input", ("next_token_swap",))  # two requests were fed one another's
     if any(k.startswith("input_") for k in kinds):
         return Likely("input", _POSITIONS if seen.positions else ())
     if "attention_lens" in kinds:
@@ -244,6 +254,10 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.held is Held.NEVER:
         if seen.same_place and seen.rewritten and not seen.enough:
             return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
+        through = {fact.via for fact in cluster.history(sign) if fact.what == "written"}
+        foreign = cluster.finding("write_to_foreign_slot")
+        if cluster.is_sliding(sign) and foreign is not None and len(through) <= 1:
+            return Likely("allocation", ("commit_beyond_allocation", "page_given_twice", "free_too_early"))
         if cluster.is_sliding(sign):
             return Likely("table", ("stale_swa_mapping",))
         if cluster.window(sign) and sign.writer_event < 0:
@@ -253,7 +267,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
     if cluster.window(sign) and seen.filled in (Filled.ITSELF, Filled.ITSELF_ELSEWHERE):
         return Likely("read", ("window_read_wrong", "attention_seq_len_wrong", "slot_mapping"))
-    if seen.filled is Filled.AS_CACHED and seen.rewritten and not seen.same_place:
+    if seen.filled is Filled.AS_CACHED and seen.rewritten and seen.positions:
         return Likely("table", ("req_to_token", "tokens_truncated_hash_kept"))
     own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
     moved = own is not None and change is not None and change.event > own[0]
@@ -266,11 +280,26 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     return _CONTENT.get(seen.filled, Likely(sign.branch))
 
 
+def open_transfer(cluster: Cluster, sign: Sign) -> Fact | None:
+    """Return the begin of a transfer into a slot, for another request, that had no end when whoever wrote it last did so."""
+    begun = None
+    for fact in cluster.history(sign):
+        if fact.what == "receiving":
+            begun = fact if fact.request_id != sign.writer_request_id else None
+        elif fact.what in ("received", "receive_failed") or (fact.what == "free" and begun is None):
+            begun = None
+    return begun if begun is not None and begun.event < sign.writer_event else None
+
+
 def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
     """The branch of bytes that are not what the last write of the record left, and of nothing else."""
     sign = seen.sign
     if seen.filled in (Filled.COPY, Filled.LOAD):
         return _CONTENT[seen.filled]
+    if open_transfer(cluster, sign) is not None:
+        return Likely("transfer", ("abort_frees_during_transfer", "load_landed_elsewhere"))
+    if cluster.finding("write_lost", "bad_values") is not None:
+        return Likely("write", ("slot_mapping", "kv_write_lost", "kv_write_damaged"))
     since = [fact for fact in cluster.history(sign) if fact.event > sign.writer_event]
     wrote = [fact.request_id for fact in since if fact.what == "written"]
     if not wrote:

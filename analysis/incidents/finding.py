@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,10 @@ class Incidents:
     of_place: Int64Array
 
 
-def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD_PLACES) -> Incidents:
-    """Find the incidents of a report, holding `max_places` places at most.
+def find_incidents(
+    report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD_PLACES, without: Collection[str] = ()
+) -> Incidents:
+    """Find the incidents of a report, holding `max_places` places at most; `without` are kinds whose rules are left out.
 
     `traces` are its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
 
@@ -58,7 +60,7 @@ def find_incidents(report: Path, traces: Sequence[Path], *, max_places: int = MA
         raise AnalysisError(str(error)) from None
     groups = facts.header.groups if facts.header is not None else ()
     clusters = link(places, groups, list(_named(places, facts, groups)))
-    ranked = [rank(cluster) for cluster in make_clusters(report, places, clusters, facts)]
+    ranked = [rank(cluster, without) for cluster in make_clusters(report, places, clusters, facts)]
     incidents = merge(ranked, places, clusters)
     rows = incident_rows(places, clusters, incidents, ranked, facts)
     return Incidents(rows=rows, places=places, of_place=incidents[clusters])

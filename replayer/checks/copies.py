@@ -142,6 +142,7 @@ class CopyDiffers(HistoryCheck):
         def add(cause: str, slot: int, said: str = "", since: int = -1) -> None:
             found.setdefault((cause, said or LOADS[cause], since), []).append(slot)
 
+        stored_at: dict[int, int] = {}  # what the storage is known to hold, by its hash; made when a load first differs
         meant = {int(lay): int(to) for lay, to in zip(there[mine], dst[mine], strict=True) if lay}
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i]))) if src[i] else None
@@ -162,6 +163,11 @@ class CopyDiffers(HistoryCheck):
                 elif came in meant:
                     add("landed_elsewhere", slot, f"was loaded, and holds what slot {meant[came]} was to get")
                     continue
+                else:
+                    stored_at = stored_at or {h: p.event for p in self._stored.values() for h in (p.given, p.held) if h}
+                    if came in stored_at:
+                        add("loaded_another", slot, since=stored_at[came])
+                        continue
                 add(cause, slot)
                 if cause == "landed_elsewhere":
                     add(cause, int(landed[i]), "was overwritten by a load for another slot")
@@ -175,6 +181,7 @@ LOADS: Final = {
     "changed_in_store": "was loaded from a copy that changed in the storage after it was stored",
     "other_order": f"was loaded, and holds {_OTHER_ORDER}",
     "loaded_wrong": "was loaded, and holds other bytes than the storage",
+    "loaded_another": "was loaded, and holds what was stored in another page",
     "nothing_landed": "was to be loaded, and holds what it held before",
     "landed_elsewhere": "was to be loaded, and the bytes lie in another slot",
 }

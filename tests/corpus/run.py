@@ -92,7 +92,10 @@ CERTAIN = 0.7  # no wrong kind may be said with this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a replay made of a saved trace: `reads` is the first forward that reads the damage, -1 if none does."""
+    """What a replay made of a saved trace: `reads` is the first forward that reads the damage, -1 if none does.
+
+    `unknown` is kind, branch and score with the rules of all its right kinds left out: what a mistake gets that no rule knows.
+    """
 
     bug: Bug
     reads: int
@@ -103,6 +106,7 @@ class Outcome:
     score: float
     incidents: int
     sentence: str
+    unknown: tuple[str, str, float]
 
     @property
     def effective(self) -> bool:
@@ -115,21 +119,24 @@ class Outcome:
         return self.kind in self.bug.kinds
 
 
-def look(trace: Path) -> tuple[int, Any, list[dict[str, Any]]]:
-    """Replay a trace; return the first forward that reads the damage, the summary, and the incidents."""
+def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules
+    of `kinds`.
+    """
     from kvcanary.analysis.incidents.finding import find_incidents
     from kvcanary.replayer.run.replay import ReplaySettings, replay
 
     with tempfile.TemporaryDirectory() as folder:
         summary = replay(trace, settings=ReplaySettings(), report=Path(folder))
-        rows = find_incidents(Path(folder), [trace]).rows if summary.violations or summary.findings else []
+        bad = summary.violations or summary.findings
+        rows, others = (find_incidents(Path(folder), [trace], without=w).rows if bad else [] for w in ((), kinds))
     marks = [mark["labels"]["forward"] for mark in summary.marks if set(mark["labels"]) == {"forward"}]
-    return (marks[0] if marks else -1), summary, rows
+    return (marks[0] if marks else -1), summary, rows, others
 
 
 def outcome(bug: Bug, data: Path = DATA) -> Outcome:
     """Replay a bug's saved trace."""
-    reads, _, rows = look(data / f"{bug.trace}.arrow")
+    reads, _, rows, others = look(data / f"{bug.trace}.arrow", bug.kinds)
     reads = max(reads, bug.reads)
     first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
     return Outcome(
@@ -142,6 +149,7 @@ def outcome(bug: Bug, data: Path = DATA) -> Outcome:
         score=float(first["score"]),
         incidents=len(rows),
         sentence=first["sentence"],
+        unknown=(others[0]["kind"], others[0]["branch"], float(others[0]["score"])) if others else ("", "", 0.0),
     )
 
 
@@ -184,6 +192,7 @@ def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
     answers = json.loads((DATA / ANSWERS).read_text())
     judged = [o for o in outcomes if o.effective]
     right = [o for o in judged if o.right]
+    told = [o for o in judged if o.incidents]
     late = [o for o in judged if not 0 <= o.found <= o.reads]
     sure = [o for o in judged if not o.right and o.score >= CERTAIN]
     mean = sum(o.incidents for o in judged) / max(1, len(judged))
@@ -209,6 +218,10 @@ def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
         f"- right branch: {sum(o.branch == _branch(o.bug) for o in judged)}",
         f"- a wrong kind with a confidence of {CERTAIN} or more: **{len(sure)}**",
         f"- incidents a bug: **{mean:.2f}**",
+        (
+            f"- each as if nobody knew its kind, the rules of its right kinds left out: a kind (which is wrong then) with {CERTAIN} or "
+            f"more: **{sum(o.unknown[2] >= CERTAIN for o in told)} of {len(told)}**; the right branch: **{sum(o.unknown[1] in _branches(o.bug) for o in told)}**"
+        ),
         "",
         "| bug | engine | answers | detector | forward | kind | confidence | incidents |",
         "| --- | --- | --- | --- | --- | --- | ---: | ---: |",
@@ -278,6 +291,12 @@ def _branch(bug: Bug) -> str:
     from kvcanary.analysis.incidents.rules import RULES
 
     return RULES[bug.kinds[0]].branch
+
+
+def _branches(bug: Bug) -> set[str]:
+    from kvcanary.analysis.incidents.rules import RULES
+
+    return {RULES[kind].branch for kind in bug.kinds}
 
 
 def fit(known: list[tuple[float, bool]]) -> Callable[[float], float]:

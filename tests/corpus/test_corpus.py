@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bugs import BUGS, link
+from kvcanary.analysis.incidents.rules import RULES
 from run import CERTAIN, DATA, PAGE, look, outcome
 
 
@@ -37,13 +38,19 @@ def test_the_right_kind_comes_first(outcomes):
     assert sum(o.incidents for o in effective) <= 1.1 * len(effective)
 
 
+def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
+    told = [o for o in outcomes.values() if o.effective and o.incidents]
+    assert not [(o.bug.trace, o.unknown) for o in told if o.unknown[2] >= CERTAIN]
+    assert sum(o.unknown[1] == RULES[o.bug.kinds[0]].branch for o in told) >= 0.6 * len(told)
+
+
 def test_nobody_is_told_names_of_reasons(outcomes):
     assert not [o.sentence for o in outcomes.values() if "VERIFY_" in o.sentence or "no rule" in o.sentence.lower()]
 
 
 @pytest.mark.parametrize("trace", sorted(DATA.glob("*-clean-*.arrow")), ids=lambda path: path.stem)
 def test_without_a_bug_nothing_is_found(trace):
-    reads, summary, rows = look(trace)
+    reads, summary, rows, _ = look(trace)
     assert (reads, rows, summary.to_json()["verdict"]) == (-1, [], "clean")
 
 

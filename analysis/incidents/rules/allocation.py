@@ -64,6 +64,8 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
     # The same slot at two positions of one request: the allocator gave it out twice to the same one.
     if wrong is None or not wrong.writer_request_id == wrong.request_id >= 0 or wrong.stored_position == wrong.position:
         return None
+    if cluster.window(wrong):  # a ring gives a slot to one position after another
+        return None
     said = f"{wrong.reader} has {wrong.place} at position {wrong.stored_position} too, where it wrote it in forward "
     said += f"{wrong.writer_forward}: the page was given to it twice"
     return cluster.diagnosis(0.6, said, wrong)
@@ -309,8 +311,8 @@ def taken_away(cluster: Cluster, sign: Sign, what: str) -> tuple[Fact | None, bo
     admitted = cluster.facts.status_before(sign.request_id, sign.event)
     taken, held = None, False
     for fact in cluster.history(sign):
-        if fact.what == what:
-            taken = fact
+        if fact.what == what and (taken is None or taken.request_id != sign.request_id):
+            taken = fact  # its own stays: who was given the slot then may give it back, too
         elif fact.what in ("alloc", "shared", "cached") and fact.request_id == sign.request_id:
             if not (continues and held):
                 taken = None

@@ -13,6 +13,7 @@ from ..cluster import (
     rule,
     slot_query,
 )
+from ..evidence import open_transfer
 from ..facts import Fact
 from .copies import copy_finding
 
@@ -281,10 +282,21 @@ def abort_frees_during_transfer(cluster: Cluster) -> Diagnosis | None:
     """An abort frees pages whose transfer is not over. (S#24527, S#35049)"""
     sign = cluster.finding("freed_during_transfer")
     if sign is None:
-        return None
+        return _given_on(cluster)
     of_request = f"of {sign.reader} " if sign.request_id >= 0 else ""
     said = f"{sign.place} {of_request}changed hands after {sign.when}: it {sign.detail}"
     return cluster.diagnosis(0.96, said, sign, *sign.evidence, cause=sign.evidence[0] if sign.evidence else sign.event)
+
+
+def _given_on(cluster: Cluster) -> Diagnosis | None:
+    """A slot whose transfer had no end when another request wrote it, and whose bytes changed without a write since."""
+    sign = cluster.only_kv_hash()
+    begun = open_transfer(cluster, sign) if sign is not None else None
+    if sign is None or begun is None:
+        return None
+    said = f"a transfer to {sign.place} was begun in event {begun.event} for another request and had no end when {sign.writer} wrote "
+    said += f"the slot; its bytes changed without a write since, read in {sign.when} by {sign.reader}: it landed then"
+    return cluster.diagnosis(0.93, said, sign, begun.event, sign.event, cause=begun.event)
 
 
 @rule("a transfer landed wrong", branch="transfer")

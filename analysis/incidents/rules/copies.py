@@ -52,6 +52,9 @@ def load_of_other_prefix(cluster: Cluster) -> Diagnosis | None:
     """A storage's key leads to what was stored for other tokens: two prompts share a key, or it was looked up for
     another. What is loaded came whole, and belongs to another prefix. (lab)
     """
+    other = copy_finding(cluster, "loaded_another")
+    if other is not None:
+        return _diagnosis(cluster, other, "the load took another page of the storage")
     for sign in cluster.head:
         if not sign.bits & CONTENT:
             continue

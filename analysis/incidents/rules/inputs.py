@@ -243,6 +243,11 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
         said = f"in {first.when} {first.reader} reads {len(set(named))} slots for {len(named)} positions of its sliding window, "
         said += f"{first.place} among them"
         return cluster.diagnosis(0.66, said, first, cause=first.event)
+    own = all(mine for _, mine in off)
+    if cluster.window(first) and own and len(off) > 1 and {s.stored_position for s in wrong} != {first.stored_position}:
+        said = f"in {first.when} {first.reader} reads its sliding window in another order than it wrote it: {first.place} holds its "
+        said += f"position {first.stored_position}, and {len(wrong)} positions are not where they are looked for"
+        return cluster.diagnosis(0.66, said, first, cause=first.event)
     if (
         len(wrong) < 2
         or len(off) != 1

@@ -25,6 +25,12 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
 
 def _beside(cluster: Cluster) -> Diagnosis | None:
     """A token that attention looks for where its row says, or that its request reads there later, and that went elsewhere."""
+    lost = next((s for s in cluster.head if s.kind == "write_lost" or s.cause == "zeros"), None)
+    hit = next((s for s in cluster.head if s.bits == KV_HASH and cluster.last(s, "changed") is not None), None)
+    if lost is not None and hit is not None and (lost.group, lost.slot) != (hit.group, hit.slot):
+        said = f"what {lost.reader} wrote to {lost.place} in {lost.when} did not come there: {lost.detail}; and {hit.place} changed, "
+        said += "which nobody wrote"
+        return cluster.diagnosis(0.75, said, lost, lost.event, cause=lost.event)
     for sign in cluster.head:
         if sign.kind == "write_to_foreign_slot" and not cluster.was_given(sign):
             found = _its_own_slot(cluster, sign)

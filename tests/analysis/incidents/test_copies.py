@@ -71,6 +71,11 @@ CASES = {
         [("copy_differs", "loaded_wrong", 12)],
         ["failed_load_counted_loaded"],
     ),
+    "another page": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (20, 8, (OTHER, OTHER), STORE), (4, 12, (RIGHT, OTHER, EMPTY), LOAD)],
+        [("copy_differs", "loaded_another", 12)],
+        ["load_of_other_prefix"],
+    ),
     "nothing landed": (
         [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (RIGHT, EMPTY, EMPTY), LOAD)],
         [("copy_differs", "nothing_landed", 12)],
