@@ -51,6 +51,8 @@ ACCEPTED: Final[dict[str, tuple[str, ...]]] = {
     "kv_post_forward": ("kv_changed",),
     "attention_prefix_lost": ("attention_seq_len_wrong",),
     "attention_seq_len_off_by_one": ("attention_seq_len_wrong",),
+    "late_layer_overwritten": ("layer_changed",),
+    "nan_written": ("bad_values_written",),
 }
 
 # Counted apart: what the trace cannot tell from one another, and why. In `dsv4` all layers slide, so that no pool group

@@ -231,7 +231,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
         return Likely(cluster.first.branch)
-    if seen.held in _ALLOCATION:
+    if seen.held in _ALLOCATION and sign.kind != "attention_slots":
         if seen.retracted and seen.enough and seen.held is Held.GAVE_UP:
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))
         return Likely("allocation", _ALLOCATION[seen.held])
@@ -254,7 +254,9 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.held is Held.NEVER:
         if seen.same_place and seen.rewritten and not seen.enough:
             return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
-        through = {fact.via for fact in cluster.history(sign) if fact.what == "written"}
+        given = cluster.last(sign, "alloc")
+        since = given.event if given is not None else -1
+        through = {fact.via for fact in cluster.history(sign) if fact.what == "written" and fact.event >= since}
         foreign = cluster.finding("write_to_foreign_slot")
         if cluster.is_sliding(sign) and foreign is not None and len(through) <= 1:
             return Likely("allocation", ("commit_beyond_allocation", "page_given_twice", "free_too_early"))

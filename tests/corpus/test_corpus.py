@@ -44,6 +44,14 @@ def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
     assert sum(o.unknown[1] == RULES[o.bug.kinds[0]].branch for o in told) >= 0.6 * len(told)
 
 
+def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
+    sentence = outcomes["sglang-decode_past_its_page"].sentence
+    assert (
+        "it may also be a held page was given out, which an allocation of the slot while it was held would show"
+        in sentence
+    )
+
+
 def test_nobody_is_told_names_of_reasons(outcomes):
     assert not [o.sentence for o in outcomes.values() if "VERIFY_" in o.sentence or "no rule" in o.sentence.lower()]
 
