@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvcanary.kernels.constants import KvHashMode
 from kvcanary.kernels.ops.hash.kv_source import KvSource, fold_kv
@@ -65,6 +65,8 @@ def test_write_of_many_tokens(seed: int, kinds: Any) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which tells of NaN
 @settings(max_examples=2 * EXAMPLES)
 @given(SEEDS)
+@example(63)  # whole heads, of which few seeds have any: with what bfloat16 makes of them, and without
+@example(139)
 def test_token_rows(seed: int) -> None:
     TOKEN_ROW_CASES.check_token_rows(seed, DEVICE, scale=2)
 
@@ -212,6 +214,7 @@ warnings.simplefilter("ignore")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from kvcanary.kernels.ops.plan_verify import triton as fused
+from kvcanary.kernels.ops.token_rows import triton as token_rows
 from kvcanary.kernels.ops.write import triton_many as write_many
 
 NESTED = {
@@ -230,8 +233,9 @@ def type_of(name):
     return "*i32" if name == "taken" else "*i64"
 
 
-def build(kernel, warps, **constants):
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+def build(kernel, warps, types={}, **constants):
+    types = types | dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] if name in types else type_of(name) for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
     print(len(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["cubin"]) > 0)
@@ -240,6 +244,15 @@ def build(kernel, warps, **constants):
 sources = {"SOURCES": ((1, 128, 128, 128),), "ENDS": (0, 1), "STRIDES": (4,)}
 build(fused._count_kernel, 1, ASKED=(True,) * 4, **sources, T=32)
 build(write_many._chain_kernel, 1, **sources, ASSERTS=(True, True), T=32)
+rows = {
+    "captured": ("*i16", "*i32", "*i32", "*i32"), "turns": ("*fp32", "*fp32", "*i16", "*i16"), "numbers": "*fp32",
+    "flags": "*u8", "count": "i32", "noise": "fp32", "tolerances": ("fp32",) * 5,
+}
+heads = rows | {"table": ("*fp32", "*fp32", "*i16")}
+rows = rows | {"table": ("*fp32", "*fp32", "*i32", "*i16")}
+form = {"DTYPE": "bfloat16", "LOW": True}
+build(token_rows._heads_kernel, 4, heads, **form, ITEMS=8, HEADS=2, HALF=64, R=16)
+build(token_rows._token_rows_kernel, 4, rows, **form, SHAPE=(8, 40, 43, 8), QUANTISED=True, TILE=(64, 64))
 """
 
 
@@ -249,4 +262,4 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["True"] * 2
+    assert done.stdout.split() == ["True"] * 4

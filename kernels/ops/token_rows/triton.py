@@ -43,54 +43,46 @@ def _rounded(values):
     return ((bits + (((bits >> 16) & 1) + 0x7FFF)) & -0x10000).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["count", "noise", "scale", "relative", "absolute", "largest"])
+@triton.jit(do_not_specialize=["count"])
 def _token_rows_kernel(
-    data,
-    begins,
-    rows,
-    positions,
-    values,
-    allowed,
-    partners,
-    low,
-    cosines,
-    sines,
-    low_cosines,
-    low_sines,
-    numbers,
-    flags,
-    count,
-    noise,
-    scale,
-    relative,
-    absolute,
-    largest,
-    DTYPE: tl.constexpr,
-    ITEMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PERIOD: tl.constexpr,
-    LOW: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-):
-    n = tl.program_id(0) * R + tl.arange(0, R)
+    captured, table, turns, numbers, flags, count, tolerances, DTYPE: tl.constexpr, SHAPE: tl.constexpr,
+    LOW: tl.constexpr, QUANTISED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Set `flags` `[count] uint8`.
+
+    - `captured`: `data` as items of the stored size; `begins`, `rows`, `positions` `[count] int32`.
+    - `table`: `values` `[tokens, columns] float32`, `allowed` `[tokens] float32`, `partners` `[width] int32`, `low` `[tokens,
+      columns] int16`.
+    - `turns`: `cosines`, `sines` `[places, period] float32`; with `LOW` `low_cosines`, `low_sines` `[places, period] int16`.
+    - `numbers` `[256] float32`: what each code of one byte is.
+    - `tolerances`: floats, of which Triton makes no constants, in a tuple either.
+    """
+    items: tl.constexpr = SHAPE[0]  # in 16 bytes
+    width: tl.constexpr = SHAPE[1]  # columns that are compared
+    columns: tl.constexpr = SHAPE[2]  # of the table
+    period: tl.constexpr = SHAPE[3]  # columns after which the angles begin again; 0: nothing turns
+    each: tl.constexpr = TILE[0]  # rows of a program
+    tile: tl.constexpr = TILE[1]  # columns that are looked at together
+    data, begins, rows, positions = captured
+    values, allowed, partners, low = table
+    cosines, sines, low_cosines, low_sines = turns
+    noise, scale, relative, absolute, largest = tolerances
+    n = tl.program_id(0) * each + tl.arange(0, each)
     there = n < count
-    begin = tl.load(begins + n, mask=there, other=0).to(tl.int64) * ITEMS
+    begin = tl.load(begins + n, mask=there, other=0).to(tl.int64) * items
     row = tl.load(rows + n, mask=there, other=-1).to(tl.int64)
     known = there & (row >= 0)
     row = tl.where(known, row, 0)
     limit = tl.load(allowed + row, mask=known, other=0.0)
-    row = row * COLUMNS
-    place = tl.load(positions + n, mask=there, other=0).to(tl.int64) * PERIOD
-    any_byte = tl.zeros([R], tl.int32)
-    bad = tl.zeros([R], tl.int32)
-    most_off = tl.full([R], float("-inf"), tl.float32)
-    most_noise = tl.zeros([R], tl.float32)
-    for first in range(0, WIDTH, W):
-        column = first + tl.arange(0, W)
-        inside = column < WIDTH
+    row = row * columns
+    place = tl.load(positions + n, mask=there, other=0).to(tl.int64) * period
+    any_byte = tl.zeros([each], tl.int32)
+    bad = tl.zeros([each], tl.int32)
+    most_off = tl.full([each], float("-inf"), tl.float32)
+    most_noise = tl.zeros([each], tl.float32)
+    for first in range(0, width, tile):
+        column = first + tl.arange(0, tile)
+        inside = column < width
         mask = there[:, None] & inside[None, :]
         mine = mask & known[:, None]
         codes = tl.load(data + begin[:, None] + column[None, :], mask=mask, other=0)
@@ -98,9 +90,9 @@ def _token_rows_kernel(
         got = _decoded(codes, numbers, DTYPE)
         at = row[:, None] + column[None, :]
         own = tl.load(values + at, mask=mine, other=0.0)
-        if PERIOD > 0:
+        if period > 0:
             there_partner = row[:, None] + tl.load(partners + column, mask=inside, other=0)[None, :]
-            turn = place[:, None] + (column % PERIOD)[None, :]
+            turn = place[:, None] + (column % period)[None, :]
             cosine = tl.load(cosines + turn, mask=mine, other=1.0)
             sine = tl.load(sines + turn, mask=mine, other=0.0)
             own = own * cosine + tl.load(values + there_partner, mask=mine, other=0.0) * sine
@@ -130,28 +122,16 @@ def _token_rows_kernel(
 
 @triton.jit(do_not_specialize=["count", "noise"])
 def _heads_kernel(
-    data,
-    begins,
-    rows,
-    positions,
-    values,
-    allowed,
-    low,
-    cosines,
-    sines,
-    low_cosines,
-    low_sines,
-    flags,
-    count,
-    noise,
-    DTYPE: tl.constexpr,
-    ITEMS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    LOW: tl.constexpr,
-    R: tl.constexpr,
-):
-    """The same for whole heads whose halves turn: a value and its partner are read once, and the angles once for all heads."""
+    captured, table, turns, flags, count, noise, DTYPE: tl.constexpr, ITEMS: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The same for whole heads whose halves turn: a value and its partner are read once, and the angles once for all heads.
+
+    `table` is without `partners`, its rows and those of `turns` have `2 * HALF` columns, those of `table` for each of the `HEADS`.
+    """
+    data, begins, rows, positions = captured
+    values, allowed, low = table
+    cosines, sines, low_cosines, low_sines = turns
     n = tl.program_id(0) * R + tl.arange(0, R)
     there = n < count
     row = tl.load(rows + n, mask=there, other=-1).to(tl.int64)
@@ -230,22 +210,15 @@ def token_rows(
     angles = (table.values, table.values, None, None, 0.0) if turns is None else turns
     cosines, sines, low_cosines, low_sines, noise = angles
     has_low = low_cosines is not None
-    words = data[: len(data) // item * item].view(_WORDS[item])
+    turned_by = cosines, sines, low_cosines if has_low else table.low, low_sines if has_low else table.low
+    captured = data[: len(data) // item * item].view(_WORDS[item]), begins, rows, positions
     half = table.halves
     if half and turns is not None and not encoding.quantised and half & (half - 1) == 0 and 8 <= half <= _MOST_HALF:
         each = max(1, _PAIRS // half)
         _heads_kernel[(triton.cdiv(count, each),)](
-            words,
-            begins,
-            rows,
-            positions,
-            table.values,
-            table.allowed,
-            table.low,
-            cosines,
-            sines,
-            low_cosines if has_low else table.low,
-            low_sines if has_low else table.low,
+            captured,
+            (table.values, table.allowed, table.low),
+            turned_by,
             flags,
             count,
             noise,
@@ -260,36 +233,20 @@ def token_rows(
         )
         return
     each = max(1, _VALUES // tile)
+    period = 0 if turns is None else turns.cosines.shape[1]
     _token_rows_kernel[(triton.cdiv(count, each),)](
-        words,
-        begins,
-        rows,
-        positions,
-        table.values,
-        table.allowed,
-        table.partners,
-        table.low,
-        cosines,
-        sines,
-        low_cosines if has_low else table.low,
-        low_sines if has_low else table.low,
+        captured,
+        (table.values, table.allowed, table.partners, table.low),
+        turned_by,
         _numbers_of(encoding.dtype, data.device),
         flags,
         count,
-        noise,
-        encoding.scale,
-        encoding.relative,
-        encoding.absolute,
-        NEAR_LARGEST * encoding.largest,
+        (noise, encoding.scale, encoding.relative, encoding.absolute, NEAR_LARGEST * encoding.largest),
         DTYPE=encoding.dtype,
-        ITEMS=ALIGNED // item,
-        WIDTH=width,
-        COLUMNS=table.values.shape[1],
-        PERIOD=0 if turns is None else turns.cosines.shape[1],
+        SHAPE=(ALIGNED // item, width, table.values.shape[1], period),
         LOW=has_low,
         QUANTISED=encoding.quantised,
-        R=each,
-        W=tile,
+        TILE=(each, tile),
         num_warps=8 if tile == _TILE else 4,
         enable_fp_fusion=False,
     )
