@@ -30,6 +30,8 @@ def test_the_wheel_replays_a_trace_elsewhere(tmp_path: Path) -> None:
     folders = {name.split("/")[1] for name in names if name.startswith("kvcanary/") and name.count("/") > 1}
     assert folders == {"analysis", "kernels", "recorder", "replayer"}
     assert "kvcanary/py.typed" in names
+    source = {str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert source <= {name.removeprefix("kvcanary/") for name in names}
     trace = tmp_path / "kv_flip.arrow"
     shutil.copy(ROOT / "data" / "kv_flip.arrow", trace)
     code = (

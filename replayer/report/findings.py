@@ -54,6 +54,7 @@ FINDING_CAUSES = {
     "two_to_one": "another slot is being stored in the same place",
     "other_order": "the same bytes lie at the other end in another order",
     "loaded_wrong": "the slot does not hold what the storage holds",
+    "loaded_another": "the slot holds what was stored in another page",
     "nothing_landed": "the slot holds what it held before the load",
     "landed_elsewhere": "the load's bytes lie in another slot",
     "nan": "a value that was written is NaN",

@@ -89,7 +89,8 @@ def test_a_python_that_does_not_answer(tmp_path: Path) -> None:
     assert "cannot be asked" in reason
 
 
-def test_an_engine_whose_package_has_another_name_is_there(tmp_path: Path) -> None:
+def test_an_engine_whose_package_has_another_name_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout that is installed has the plugins' names lying in its root
     python = tmp_path / "python3"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without what is installed here
     python.chmod(0o700)

@@ -5,7 +5,6 @@ from click.testing import CliRunner
 from kvcanary.kernels.dispatch import select
 from kvcanary.replayer.cli.replay import replay_command
 from kvcanary.replayer.executors.incremental import compiled_pass
-from kvcanary.replayer.workers import pool
 
 from ...support.places import DATA
 
@@ -40,7 +39,7 @@ def test_one_line_says_so() -> None:
 @pytest.mark.parametrize("large", [True, False])
 def test_one_line_says_so_for_several_workers(monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     """It is compiled before they begin, and not for traces that they replay without it."""
-    monkeypatch.setattr(pool, "LARGE_BYTES", 0 if large else 1 << 30)
+    monkeypatch.setattr(compiled_pass, "LARGE_BYTES", 0 if large else 1 << 30)
     assert stderr("--jobs", "2", str(TRACE.with_name("clean_hybrid.arrow"))).count(SAID) == large
 
 
