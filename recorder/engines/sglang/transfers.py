@@ -56,7 +56,8 @@ class SglangTransfers:
         self._layout = layout
         self._recorder = recorder
         self._histories = histories
-        self._in_turn: Any = recorder.later if isinstance(recorder, DeviceRecorder) else _now
+        # On a device behind what the allocator gave out, which may wait for a frame.
+        self._in_turn: Any = recorder.later_with if isinstance(recorder, DeviceRecorder) else _now
         self._see = see
         # The room and the first position of each request that is being sent or received.
         self._under_way: dict[str, tuple[int, int]] = {}

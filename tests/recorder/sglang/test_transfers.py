@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
-from kvcanary.replayer.run.replay import replay_joined
+from kvcanary.replayer.run.replay import replay, replay_joined
 from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import SLOTS, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
@@ -58,15 +59,22 @@ def prefill(patch: pytest.MonkeyPatch, folder: Path, *, state: int = 4) -> tuple
     return end(attachment), sent, req.output_ids[0]
 
 
-def decode(patch: pytest.MonkeyPatch, folder: Path, sent: dict[str, torch.Tensor], token: int) -> Path:
-    attachment, scheduler = start(patch, folder, "decode")
-    other = Request("other", [50, 51], new_tokens=4)
-    scheduler.step([other])  # so that the slots differ from the prefill side's
+def received(scheduler: Scheduler, token: int) -> Request:
+    """Return a request whose prompt has slots, but not yet their bytes."""
     req = request(new_tokens=6)
     req.output_ids.append(token)
     scheduler.rows.alloc([req])
     slots = scheduler.token_to_kv_pool_allocator.alloc(len(PROMPT))
     scheduler.rows.req_to_token[req.req_pool_idx, : len(PROMPT)] = slots.int()
+    return req
+
+
+def decode(patch: pytest.MonkeyPatch, folder: Path, sent: dict[str, torch.Tensor], token: int) -> Path:
+    attachment, scheduler = start(patch, folder, "decode")
+    other = Request("other", [50, 51], new_tokens=4)
+    scheduler.step([other])  # so that the slots differ from the prefill side's
+    req = received(scheduler, token)
+    slots = scheduler.rows.req_to_token[req.req_pool_idx, : len(PROMPT)].long()
     pool = scheduler.runner.token_to_kv_pool
     pool.k_buffer[0][slots], pool.v_buffer[0][slots] = sent["k"], sent["v"]
     scheduler.disagg_decode_transfer_queue._commit_transfer_to_req(SimpleNamespace(req=req, kv_receiver=None))
@@ -110,6 +118,28 @@ def test_a_transfer_that_failed_is_told_as_such(tmp_path: Path, monkeypatch: pyt
         first, _, _ = prefill(patch, tmp_path, state=0)
     told = [(e.scalar("status"), e.scalar("note")) for e in read_trace(first) if e.kind == "transfer"]
     assert told == [("start", ""), ("failed", "the sender says so")]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_slots_freed_while_they_are_being_received_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, gpu: bool
+) -> None:
+    if gpu:
+        request.getfixturevalue("on_a_gpu")
+        monkeypatch.setattr(model_forward, "PROGRAMS", 4)
+        monkeypatch.setattr(model_forward, "TILE", 32)
+    attachment, scheduler = start(monkeypatch, tmp_path, "decode")
+    other = Request("other", [50, 51], new_tokens=4)
+    scheduler.step([other])
+    req = received(scheduler, 7)
+    allocator, table = scheduler.token_to_kv_pool_allocator, scheduler.rows.req_to_token
+    scheduler.disagg_decode_transfer_queue.extend([SimpleNamespace(req=req, kv_receiver=None)])
+    scheduler.step([other])
+    allocator.free(table[req.req_pool_idx, : len(PROMPT)].long())  # aborted; nobody has stopped the transfer
+    scheduler.rows.free(req)
+    scheduler.step([other])
+    found = replay(end(attachment), settings=ReplaySettings(), report=None)
+    assert "freed_during_transfer" in found.findings_by_kind
 
 
 def test_a_decode_engine_whose_transfers_cannot_be_seen_is_not_recorded(
