@@ -97,6 +97,7 @@ class DeviceCapture:
         )  # called if somebody has written to it: nobody knows what it was
         self.carries = False  # whether frames have room for it
         self._carried_dtype, self._device = torch.int64, self.frames.get_device()
+        self._current_stream: Callable[[], Any] | None = torch.cuda.current_stream if self.on_gpu else None
         self.error_text = error_text  # what may be said of an error
         self.off = False  # nothing is captured any more; any thread may set it
         self.pending: FrameInFlight | None = None  # a forward that has begun and not ended
@@ -259,7 +260,7 @@ class DeviceCapture:
             programs=model.programs,
             attention=read,
             parts=parts,
-            carried=carried,
+            carried=tuple((one.record, one.values.shape[0]) for one in carried),
         )
 
     def carry(self, values: Any, record: Callable[[Int64Array], None]) -> bool:
@@ -267,36 +268,39 @@ class DeviceCapture:
 
         It costs no launch and no copy of its own. Return False for what no frame can carry.
         """
-        if not self.carries or values.dtype is not self._carried_dtype or values.ndim != 1:
-            return False
-        # Who has written to tensors of the inference mode, nobody knows.
-        if not values.is_contiguous() or values.get_device() != self._device or values.is_inference():
-            return False
         if len(self.waiting) == MAX_CARRIED:
             self.carry_no_longer()
+        if not self.carries or values.dtype is not self._carried_dtype or values.ndim != 1:
+            return False
+        # Tensors of the inference mode do not count what torch writes to them; what kernels of others write, none counts.
+        if not values.is_contiguous() or values.get_device() != self._device or values.is_inference():
+            return False
         self.waiting.append(Carried(values, values._version, record))
         return True
 
     def carry_no_longer(self) -> None:
         """Have what waits for a frame recorded now: something else must come behind it."""
-        waiting, self.waiting = self.waiting, []
-        for one in waiting:
+        for one in self._no_longer_waiting():
             self.on_not_carried(one)
 
-    def _take_along(self, layout: FrameLayout) -> tuple[Carried, ...]:
+    def _take_along(self, layout: FrameLayout) -> list[Carried]:
         """Return what waits, if it fits into a frame; else it is recorded by itself, right before."""
-        waiting, size = tuple(self.waiting), 0
-        for one in waiting:
-            size += one.values.shape[0]
-            if one.values._version != one.version:
-                self.carries = False
-                self.waiting.clear()
-                self.on_changed()
-                return ()
-        if size > layout.carried:
+        if sum(one.values.shape[0] for one in self.waiting) > layout.carried:
             self.carry_no_longer()
-            return ()
-        self.waiting.clear()
+        return self._no_longer_waiting()
+
+    def _no_longer_waiting(self) -> list[Carried]:
+        """Return what has waited, to be copied on the current stream and let go; nothing if somebody has written to it."""
+        waiting, self.waiting = self.waiting, []
+        if any(one.values._version != one.version for one in waiting):
+            self.carries = False
+            self.on_changed()
+            return []
+        if self._current_stream is not None and waiting:
+            # It may come from another stream, which would give its memory out anew before this one has come to the copy.
+            stream = self._current_stream()
+            for one in waiting:
+                one.values.record_stream(stream)
         return waiting
 
     def begin(self, model: "ModelForward", frame: FrameInFlight) -> None:

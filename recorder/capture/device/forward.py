@@ -79,7 +79,8 @@ class DeviceForward(ModelInput):
 class Carried(NamedTuple):
     """Integers on the device that the next frame carries to the host, and what records them, right before its forward."""
 
-    values: Any  # [n] int64; held until the frame has been read, since it is copied where the forward runs
+    # [n] int64; let go once the copy is launched: it may be a view, and what it is a view of many times as large.
+    values: Any
     version: int  # how often they had been written to
     record: Callable[[Int64Array], None]
 
@@ -104,7 +105,7 @@ class FrameInFlight(NamedTuple):
     attention: int  # what was read where attention takes it, as the column `attention_watched` has it
     note: str = ""  # how the forward failed
     parts: tuple[ForwardPart, ...] = ()  # as `DeviceForward` has it; they are numbered from `number` on
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[tuple[Callable[[Int64Array], None], int], ...] = ()  # what records them, and how many, of each
 
     @property
     def last(self) -> int:

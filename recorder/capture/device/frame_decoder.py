@@ -176,8 +176,8 @@ class FrameDecoder:
             frame = self.reader.read(in_flight, time_ns)
         finally:
             self._capture.release(in_flight)
-        for one, values in zip(in_flight.carried, frame.carried, strict=True):
-            one.record(values)
+        for (record, _), values in zip(in_flight.carried, frame.carried, strict=True):
+            record(values)
         if in_flight.fresh:
             if not self.loss_recorded:
                 self.record_loss(self._why, self._why_status)

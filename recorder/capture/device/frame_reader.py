@@ -183,7 +183,7 @@ def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, i
 
 
 def _carried(in_flight: FrameInFlight, fixed: Int64Array) -> list[Int64Array]:
-    counts = [int(one.values.shape[0]) for one in in_flight.carried]
+    counts = [count for _, count in in_flight.carried]
     places = np.cumsum([in_flight.layout.carried_at, *counts])
     return [fixed[at : at + count] for at, count in zip(places.tolist(), counts, strict=False)]
 

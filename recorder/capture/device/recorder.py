@@ -331,7 +331,7 @@ class DeviceRecorder:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of shadows and frames."""
+        """Device memory of shadows and frames; of the engine's own, what waits for the next frame is held beside it."""
         return self._capture.shadows.bytes + 8 * int(self._capture.frames.shape[0])
 
     @property

@@ -1,5 +1,7 @@
 """Integers that a forward's frame carries: no copy of their own, the same values in the same order."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -101,3 +103,44 @@ def test_what_somebody_has_written_to_is_lost_and_said_so(said):
     assert "what the engine gave out was overwritten before it was recorded" in notes
     assert said.order == [("full", [3]), 1]
     assert len(said.copies) == 1  # nothing is carried any more
+
+
+def test_what_somebody_has_written_to_is_lost_too_if_something_else_comes_behind_it(said):
+    given = torch.tensor([7, 8])
+    said.give("full", given)
+    given[0] = 9
+    said.give("freed", torch.tensor([1]), later=True)
+    said.forward()
+    _, events = said.engine.close()
+    assert "what the engine gave out was overwritten before it was recorded" in [event["note"] for event in events]
+    assert said.order == [("freed", [1]), 0]
+
+
+def test_a_frame_in_flight_holds_no_memory_of_the_engines(said, monkeypatch):
+    frames, deliver = [], said.device.capture.deliver
+    monkeypatch.setattr(said.device.capture, "deliver", frames.append)
+    given = torch.arange(1000)[:2]  # a view, as the allocator of single slots returns of all that are free
+    held = weakref.ref(given)
+    said.give("full", given)
+    del given
+    said.forward()
+    assert len(frames) == 1
+    assert held() is None
+    deliver(frames[0])
+    said.engine.close()
+    assert said.order == [("full", [0, 1]), 0]
+
+
+def test_memory_is_not_given_out_anew_before_the_stream_that_copies_it_has_come_there(said, monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda values, stream: used.append((values.tolist(), stream)))
+    monkeypatch.setattr(said.device.capture, "_current_stream", lambda: "the forward's", raising=False)
+    long = list(range(9))
+    said.give("carried", torch.tensor([7]))
+    said.forward()
+    said.give("does not fit", torch.tensor(long))
+    said.forward()
+    said.give("cannot wait", torch.tensor([8]))
+    said.give("freed", torch.tensor([1]), later=True)
+    said.engine.close()
+    assert used == [([7], "the forward's"), (long, "the forward's"), ([8], "the forward's")]
