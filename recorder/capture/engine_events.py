@@ -325,7 +325,7 @@ class EventRecording(Recording):
             row: the request's row, -1 for none.
             peer: the other side's name.
             num_bytes: bytes moved so far.
-            note: why it failed.
+            note: why it failed; of a send `schema.PULLED`, if the other side takes what it lacks.
         """
         own, kv = self._numbers.of_group(group, own_int64(slots, "slots")), self.kv[group]
         one_of("status", status, schema.TRANSFER_STATUSES)

@@ -1,5 +1,6 @@
 """A prefill and a decode engine of vLLM's: what one holds ready and the other pulls is recorded under one number."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,12 +78,15 @@ def produce(scheduler: Any, _: Any) -> None:
     scheduler._update_from_kv_xfer_finished(SimpleNamespace(finished_sending={"0-a"}))
 
 
-def consume(scheduler: Any, loads: Any, *, local: int = 0, failed: Any = None, params: Any = PARAMS) -> None:
+def consume(
+    scheduler: Any, loads: Any, *, local: int = 0, failed: Any = None, lost: Any = (), params: Any = PARAMS
+) -> None:
     scheduler.requests["d"] = SimpleNamespace(kv_transfer_params=params)
     manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     manager.allocate_external_computed_blocks("d", local, 10 - local)
     loads.begin_step({})
-    output = SimpleNamespace(finished_recving={"d"}, finished_sending=None, invalid_block_ids=failed)
+    said = {"finished_recving": {"d"}, "failed_recving": set(lost), "invalid_block_ids": failed}
+    output = SimpleNamespace(finished_sending=None, **said)
     scheduler._update_from_kv_xfer_finished(output)
 
 
@@ -106,12 +110,25 @@ def test_what_the_prefix_cache_has_is_not_received(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"failed": {7}}, {"params": None}, {"params": {**PARAMS, "remote_request_id": None}}], ids=str
+    "more",
+    [{"failed": {7}}, {"lost": {"d"}}, {"params": None}, {"params": {**PARAMS, "remote_request_id": None}}],
+    ids=str,
 )
 def test_what_is_not_what_the_other_side_holds_has_no_number(tmp_path: Any, more: dict[str, Any]) -> None:
     received = played(tmp_path / "d.arrow", "kv_consumer", lambda *parts: consume(*parts, **more))
     (end,) = [event for event in received if event.scalar("status") == "end"]
     assert end.scalar("room") == -1
+
+
+@pytest.mark.parametrize("chosen", ["NixlPullConnector", "OffloadingConnector", "NixlPushConnector"])
+def test_of_several_connectors_the_one_that_pulls_has_the_number(tmp_path: Path, chosen: str) -> None:
+    def play(scheduler: Any, loads: Any) -> None:
+        members = [type(chosen, (), {})()]
+        scheduler.connector = SimpleNamespace(_requests_to_connector={"d": 0}, _connectors=members)
+        consume(scheduler, loads)
+
+    received = played(tmp_path / "d.arrow", "kv_consumer", play)
+    assert {event.scalar("room") for event in received} == {room_of(PARAMS) if "Pull" in chosen else -1}
 
 
 def test_an_engine_that_is_both_sides_or_reads_a_window_says_no_number(tmp_path: Any) -> None:

@@ -21,13 +21,13 @@ from ..step import Step, VllmRequest, VllmRequests, table_read
 from .copies import ConnectorCopies, ExternalSlots, HostPages
 from .landed import LandedBlocks
 from .landed import not_watched as not_watched_unknown
-from .pairs import HeldReady, role_of, room_of
+from .pairs import PULLING, HeldReady, role_of, room_of
 from .storages import Member
 
 _NO_BLOCKS: Final = np.empty(0, np.int64)
 # Connectors that write no slot but those of the tokens that they were asked for; others may load a request's whole
 # prefix anew, over what the prefix cache holds of it.
-EXACT: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector"})
+EXACT: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"}) | PULLING
 
 
 def connector_of(config: Any) -> str:
@@ -127,17 +127,18 @@ class ExternalLoads:
     def on_finished(self, output: Any, *_args: Any, **_kwargs: Any) -> None:
         """Record loads that are over, before their slots are used or given back; a load that failed fills slots too."""
         failed = np.array(sorted(getattr(output, "invalid_block_ids", None) or ()), np.int64)
+        lost = getattr(output, "failed_recving", None) or ()  # as a whole: of several groups no blocks are said
         for name in getattr(output, "finished_recving", None) or ():
-            self._over(name, failed)
+            self._over(name, failed, lost=name in lost)
         for group in self._groups if failed.size else ():  # a block is one group's; which one's is not said
             starts = failed[(failed > 0) & (failed < group.num_blocks)] * group.block_size
             slots = runs_to_slots(starts, np.full(starts.size, group.block_size, np.int64))
             if slots.size:
                 self._receive("failed", ExternalSlots(group.index, 0, slots, own=False), -1)
 
-    def _over(self, name: str, failed: Int64Array = _NO_BLOCKS) -> None:
+    def _over(self, name: str, failed: Int64Array = _NO_BLOCKS, *, lost: bool = False) -> None:
         if name in self._loads:
-            self._record(name, "end", failed)
+            self._record(name, "end", failed, lost=lost)
             self._ended(name, self._loads[name])
             for copies in self._copies:
                 copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
@@ -160,8 +161,10 @@ class ExternalLoads:
         self._loads.pop(name, None)
         self._under_way.discard(name)
 
-    def _record(self, name: str, status: TransferStatus, failed: Int64Array = _NO_BLOCKS) -> None:
-        known, room = self._requests.get(name), self._room(name)
+    def _record(
+        self, name: str, status: TransferStatus, failed: Int64Array = _NO_BLOCKS, *, lost: bool = False
+    ) -> None:
+        known, room = self._requests.get(name), -1 if lost else self._room(name)
         for load in self._loads[name]:
             group = self._groups[load.group]
             # What failed is not what the other side holds; and of a window not all of that is read.
@@ -172,7 +175,7 @@ class ExternalLoads:
 
     def _room(self, name: str) -> int:
         """Return what the engine that a request's blocks are pulled from calls it, -1 if that is not known."""
-        request = self._scheduler.requests.get(name) if self._pulls else None
+        request = self._scheduler.requests.get(name) if self._pulls and self._loader(name) in PULLING else None
         return room_of(getattr(request, "kv_transfer_params", None))
 
     def _receive(self, status: TransferStatus, load: ExternalSlots, request_id: int, room: int = -1) -> None:

@@ -19,6 +19,8 @@ from ..layout import VllmGroup, VllmLayout
 from ..step import VllmRequests
 
 _ROLES: Final = {"kv_producer": "prefill", "kv_consumer": "decode"}
+# The connectors whose decode side reads what is held ready, one class by two names: vLLM's `MultiConnector` has the second.
+PULLING: Final = frozenset({"NixlConnector", "NixlPullConnector"})
 MOST_SENT: Final = 8192  # requests whose blocks are held ready
 
 
