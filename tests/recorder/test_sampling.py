@@ -11,6 +11,7 @@ import pytest
 from kvcanary.recorder.engines.common.hooking import Wraps, wrap_method
 from kvcanary.recorder.engines.transformers import attach_from_environment
 from kvcanary.recorder.engines.transformers import attachment as attachment_module
+from kvcanary.recorder.engines.transformers.attachment import TransformersAttachment
 from kvcanary.recorder.engines.transformers.recording import TransformersRecording
 from kvcanary.recorder.process.settings import RecordingSettings, hashed_place
 from kvcanary.recorder.trace.inspect import inspect_trace
@@ -195,3 +196,51 @@ def test_a_window_that_another_engine_ends(tmp_path: Path, monkeypatch: pytest.M
         assert "what forwards wrote that failed" not in str(summary.coverage)
         forwards.append(summary.forwards)
     assert forwards[0] == (0 if when == "opening" else 4)
+
+
+class Part:
+    """A processor, as far as an attachment knows it."""
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Any:
+    """An attachment in a window, what it records, and of which processor."""
+    attachment, closed = TransformersAttachment(tmp_path / "t.arrow", {}), list[str]()
+    attachment.windows, attachment._active = SimpleNamespace(wanted=True), True
+    recorder: Any = SimpleNamespace(
+        close=lambda **_: closed.append("closed"), switch_off=lambda *_: closed.append("off"), error_text=str
+    )
+    recording: Any = SimpleNamespace(recorder=recorder, in_step=False, window=0)
+    processor = Part()
+    attachment._recorders.append(recorder)
+    attachment._recordings[processor] = recording
+    yield attachment, recording, processor, closed
+    for thread in attachment._closing:
+        thread.join()
+
+
+def test_an_engine_that_is_given_up_in_a_window_is_let_go_of(begun: Any) -> None:
+    attachment, _, processor, closed = begun
+    manager = SimpleNamespace(batch_processor=processor)
+    finish = attachment.on_stop(manager)
+    manager.batch_processor = None
+    finish(None, None)
+    assert closed[0] == "closed"
+    assert (attachment.recorders(), list(attachment._recordings)) == ([], [])
+
+
+def test_a_step_that_cannot_be_recorded_when_another_engine_has_ended_the_window(begun: Any) -> None:
+    attachment, recording, processor, closed = begun
+
+    def before_step(_: Any) -> None:
+        attachment.windows.wanted = False
+        attachment.on_step(object(), None)  # another engine's
+        assert closed == [], "it is in a step"
+        raise ValueError("of the recorder")
+
+    recording.before_step = before_step
+    attachment._wrapped(lambda *_: None, "on_step")(processor, None)
+    for thread in attachment._closing:
+        thread.join()
+    assert closed == ["off", "closed"]
+    assert (attachment.recorders(), list(attachment._recordings)) == ([], [])

@@ -137,6 +137,9 @@ class TransformersAttachment(EngineAttachment):
             logger.error("kvcanary: not recording: %s", error_text(error), exc_info=error)
         else:
             self.fail(recording.recorder, hook, error, ends=True)
+            with self._changing:
+                if not recording.in_step and recording.window != self._window:  # it failed before a step could end it
+                    self._end(recording)
 
     def on_step(self, processor: Any, _model: Any) -> Finish | None:
         """Record a step, a processor's first into a trace of its own."""
@@ -206,11 +209,14 @@ class TransformersAttachment(EngineAttachment):
 
     def _end(self, recording: TransformersRecording) -> None:
         """End a trace, and let go of its engine's parts; `_changing` is held."""
-        for part in [part for part, its in self._recordings.items() if its is recording]:
-            del self._recordings[part]
+        self._let_go(recording)
         if recording.recorder in self._recorders:
             self._recorders.remove(recording.recorder)
             self.close_behind(recording.recorder)
+
+    def _let_go(self, recording: TransformersRecording) -> None:
+        for part in [part for part, its in self._recordings.items() if its is recording]:
+            del self._recordings[part]
 
     @beside
     def on_stop(self, manager: Any, *_args: Any, **_kwargs: Any) -> Around:
@@ -223,9 +229,8 @@ class TransformersAttachment(EngineAttachment):
         finally:
             if manager.batch_processor is None:  # not kept for another run of the loop
                 recording.recorder.close(timeout=5.0)
-                with self._changing:
-                    for part in [part for part, its in self._recordings.items() if its is recording]:
-                        del self._recordings[part]
+                with self._changing:  # of windows there is no end, and each recorder holds memory
+                    (self._let_go if self.windows is None else self._end)(recording)
 
 
 def trace_path(folder: Path) -> Path:
