@@ -111,6 +111,8 @@ def stop_processes(pids: Iterable[int], *, patience_s: float = PATIENCE_S) -> li
             try:
                 if connection.recv(len(DONE)) == DONE:
                     done.append(pid)
+                else:  # it took the question, and then failed or was killed
+                    logger.warning("kvcanary: process %d did not end its trace whole (kvcanary recover)", pid)
             except TimeoutError:
                 logger.warning("kvcanary: process %d did not end its trace in time", pid)
             except (

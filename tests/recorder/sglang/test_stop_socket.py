@@ -89,6 +89,24 @@ def test_a_process_that_does_not_answer_is_not_waited_for_for_ever(caplog: pytes
     assert f"process {child.pid} did not end its trace in time" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["os._exit(1)", "sys.exit(1)"])
+def test_a_process_that_dies_while_it_ends_its_trace_is_told_of(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import os, sys, time; from kvcanary.recorder.engines.common.stopping import serve_stop; "
+        f"serve_stop(lambda: {how}); print('recording', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "recording\n"
+        assert stop_processes([child.pid]) == []
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert f"process {child.pid} did not end its trace whole" in caplog.text
+
+
 def test_of_two_who_ask_at_once_none_says_that_it_took_too_long(caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import time; from kvcanary.recorder.engines.common.stopping import serve_stop; "
