@@ -35,6 +35,7 @@ class Parcel:
     head: dict[str, ByteArray]  # by half, [n, 32] records
     tail: dict[str, ByteArray]
     kv: list[ByteArray]  # by stream, [n, capture_bytes]
+    origins: list[str]  # by stream, what its bytes are: those in the cache, or those that the model submitted
     unknown: BoolArray  # [n] slots that the sender's trace cannot vouch for
     chain_starts: Int64Array  # [n] where the chains of their records begin
     damaged: BoolArray  # [n] slots whose bytes were not those written
@@ -196,6 +197,7 @@ class Transfers:
             head={half: records[slots] for half, records in tier.head.items()},
             tail={half: records[slots] for half, records in tier.tail.items()},
             kv=[data[slots] for data in _leading(tier.kv, self._pools[transfer.group])],
+            origins=_origins(self._pools[transfer.group]),
             unknown=tier.unknown[slots],
             chain_starts=tier.chain_starts[slots],
             damaged=damaged,
@@ -219,6 +221,12 @@ def _leading(of_streams: Sequence[_T], pool: GroupPool) -> list[_T]:
     return [one for one, stream in zip(of_streams, pool.group.streams, strict=True) if not stream.samples]
 
 
+def _origins(pool: GroupPool) -> list[str]:
+    return [stream.origin for stream in _leading(pool.group.streams, pool)]
+
+
 def _fits(parcel: Parcel, pool: GroupPool) -> bool:
+    """Say whether both sides captured the same: what a model submits may be other bytes than what its cache holds."""
     widths = [stream.capture_bytes for stream in _leading(pool.group.streams, pool)]
-    return set(parcel.tail) == set(pool.group.halves) and [data.shape[1] for data in parcel.kv] == widths
+    same = set(parcel.tail) == set(pool.group.halves) and [data.shape[1] for data in parcel.kv] == widths
+    return same and parcel.origins == _origins(pool)

@@ -98,6 +98,24 @@ def test_of_bytes_that_are_taken_on_submission_nobody_says_how_they_landed(tmp_p
     assert summaries["decode"].unknown_entries == 0
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_model_submits_and_what_a_cache_holds_are_not_compared(role, tmp_path, monkeypatch):
+    """A cache may hold it in another order: unknown then, whichever side saw which."""
+
+    own = Side
+
+    def side(path, **more):
+        origin = "submitted" if more["role"] == role else "stored"
+        with monkeypatch.context() as patch:
+            patch.setattr(pd_engine, "KvStream", lambda **given: KvStream(origin=origin, **given))
+            return own(path, **more)
+
+    monkeypatch.setitem(pull.__globals__, "Side", side)
+    decode = judge(pull(tmp_path, spoil="wire"), tmp_path)[0]["decode"]
+    assert (decode.violations, decode.findings, decode.transfers_unmatched) == (0, 0, 1)
+    assert decode.verdict is Verdict.INCONCLUSIVE
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_what_lands_otherwise_than_it_was_held_ready_is_found(first, tmp_path):
     _, rows = judge(pull(tmp_path, first=first, count=5 - first, spoil="wire"), tmp_path)
