@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
-from .facts import Fact
+from .facts import FACTS_A_SLOT, Fact
 
 # No kind is said with this or more that another one could be as well.
 CERTAIN: Final = 0.7
@@ -336,8 +336,12 @@ def left_open(
         return []
     said = cluster.first.differs
     if seen.held.value and seen.sign.slot > 0:
+        # What was not promised, or went with older facts, may have been and is not recorded.
+        all_known = cluster.complete and len(cluster.history(seen.sign)) < FACTS_A_SLOT
+        unseen = seen.held is Held.NEVER and not all_known
+        held = "no recorded event gave it to the request" if unseen else f"it {seen.held.value}"
         filled = f", and {seen.filled.value}" if seen.filled.value else ""
-        said += f"; of slot {seen.sign.slot} is known that it {seen.held.value}{filled}"
+        said += f"; of slot {seen.sign.slot} is known that {held}{filled}"
     known = {kind for kind, diagnosis in found if diagnosis.score >= REMAINS}
     scores = [ONLY_LIKELY if best < KNOWN else REMAINS, REMAINS, REMAINS]
     return [

@@ -42,6 +42,12 @@ class LateBytes(RecordedState):
         if reader is not None and (not self._readers or self._readers[-1] is not reader):
             self._readers.append(reader)
 
+    def leave(self, reader: TraceReader) -> None:
+        """Read what is needed of a file that is closed then."""
+        for number in [at for at, one in enumerate(self._readers) if one is reader]:
+            for pool, starts, files in zip(self.pools, self._starts, self._files, strict=True):
+                self.fetch(pool, np.flatnonzero((files == number) & (starts >= 0).any(axis=0)))
+
     def at(self, view: EventView) -> None:
         """Take note of the event that is applied next."""
         self._view = view

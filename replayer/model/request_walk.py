@@ -93,7 +93,11 @@ class RequestWalk(LateBytes):
             if isinstance(item, TraceGap):
                 self.forget()
                 continue
-            self.reads(None if checks is None else checks.readers[-1])
+            if checks is not None:
+                self.reads(checks.reader)
+                while (oldest := checks.oldest()) is not None:
+                    self.leave(oldest)
+                    checks.close(oldest)
             for view in item:
                 self.at(view)
                 self.apply(view)

@@ -5,12 +5,15 @@ are compared with the table in one pass. What the table allows is never more tha
 stands: a row that fits is right by that definition, and of one that does not fit the definition itself is asked.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.ops.token_rows.reference import ALIGNED, Encoding, TokenTable, Turns, token_rows
+from ...recorder.errors import TraceError, first_line
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import Ranks
 from .first_layer import LEAST, NOISE, FirstLayer, heads_of_rank
@@ -19,7 +22,11 @@ from .turning import MOST_POSITIONS, Turning, learn_turning
 # Another batch, another order of the sums, and angles that were learnt change a float32 by far less, of the largest value.
 _MARGIN: Final = 2.0**-12
 _OF_TOLERANCE: Final = 1 - 2.0**-10
-_MOST_BYTES: Final = {"cpu": 1 << 30, "cuda": 8 << 30}  # of all tables
+_MOST_BYTES: Final = {
+    "cpu": 1 << 30,
+    "cuda": 8 << 30,
+}  # of all tables and angles; what grows is there twice for a moment
+_OF_FREE: Final = 4  # of a GPU's free memory a quarter: an engine may live there
 _ROUND: Final = 8  # columns, so that rows begin where memory is read
 _PROBED: Final = 4096  # positions among which a rotary embedding is looked at
 
@@ -43,7 +50,9 @@ class TokenTables:
             if half not in layer.why_not and columns is not None:
                 self._columns[half] = columns
         row_bytes = sum(6 * (len(columns[0]) + 1) for columns in self._columns.values())
-        self._most = min(layer.vocab_size, _MOST_BYTES[layer.device] // max(1, row_bytes))
+        # An angle has two float32 and two int16.
+        angles = 12 * self.turning.pairs.dim * min(MOST_POSITIONS, layer.max_positions) if self.turning else 0
+        self._most = min(layer.vocab_size, max(0, _room(layer.device) - angles) // max(1, row_bytes))
         self._row_of = np.full(layer.vocab_size, -1, np.int32)
         self._size = 0
         self._tables: dict[str, TokenTable] = {}
@@ -72,7 +81,8 @@ class TokenTables:
         """Return a batch's `kv_bytes` where they are compared."""
         if self._layer.device == "cpu":
             return batch.values("kv_bytes")
-        return batch.to_torch("kv_bytes")[0].to(self._layer.device)
+        with _memory(self._layer.device):
+            return batch.to_torch("kv_bytes")[0].to(self._layer.device)
 
     def flags(
         self, half: str, data: Any, begins: Int64Array, tokens: Int64Array, positions: Int64Array, encoding: Encoding
@@ -84,13 +94,19 @@ class TokenTables:
             return None
         if int(begins.max()) // ALIGNED >= 1 << 31:
             return None
+        with _memory(self._layer.device):
+            return self._flags(half, data, begins, tokens, positions, encoding)
+
+    def _flags(
+        self, half: str, data: Any, begins: Int64Array, tokens: Int64Array, positions: Int64Array, encoding: Encoding
+    ) -> ByteArray | None:
         turns = None
         if half in self._layer.moves:
             assert self.turning is not None
             inside = positions < MOST_POSITIONS
             tokens, positions = np.where(inside, tokens, -1), np.where(inside & (tokens >= 0), positions, 0)
-            self.turning.learn(np.unique(positions))
             turning = self.turning
+            positions = turning.learn(positions)
             low = (turning.low_cosines, turning.low_sines, NOISE * _OF_TOLERANCE) if turning.rounds else ()
             turns = Turns(turning.cosines, turning.sines, *low)
         else:
@@ -182,6 +198,24 @@ class TokenTables:
         table.values[self._size : need], table.allowed[self._size : need] = values, allowed
         if turns:
             table.low[self._size : need] = low.bfloat16().view(torch.int16)
+
+
+def _room(device: str) -> int:
+    """Return how many bytes tables may take on a device."""
+    import torch
+
+    most = _MOST_BYTES[device]
+    return most if device == "cpu" else min(most, int(torch.cuda.mem_get_info()[0]) // _OF_FREE)
+
+
+@contextmanager
+def _memory(device: str) -> Iterator[None]:
+    """Raise `TraceError` where a device's memory does not suffice, or it fails."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch's own are of RuntimeError
+        way = "free memory there, or hide the GPU with CUDA_VISIBLE_DEVICES= to compare on the CPU"
+        raise TraceError(f"rows cannot be compared with the model on {device}: {first_line(error)}; {way}") from None
 
 
 def _array(one: Any) -> Any:

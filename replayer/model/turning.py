@@ -42,10 +42,10 @@ class Pairs(NamedTuple):
 
 
 class Turning:
-    """The angles of positions, as `kernels.ops.token_rows` takes them: `cosines` and `sines` `[positions, dim] float32` on the device,
-    NaN where the model does something else.
+    """The angles of the positions that were asked for, a row each, as `kernels.ops.token_rows` takes them: `cosines` and `sines` `[rows,
+    dim] float32` on the device, NaN where the model does something else.
 
-    If it `rounds`, by `low`, the same model in bfloat16, `low_cosines` and `low_sines` `[positions, dim] int16` are the angles with which that
+    If it `rounds`, by `low`, the same model in bfloat16, `low_cosines` and `low_sines` `[rows, dim] int16` are the angles with which that
     computes, as bits, NaN where it rounds otherwise than each product and their sum.
     """
 
@@ -60,21 +60,20 @@ class Turning:
         self.rounds = low is not None
         self._low = low
         self._low_at_zero: Any = None if low is None else low(probes, np.zeros_like(probes))
-        self._known = np.zeros(0, np.bool_)
+        self._row_of = np.full(MOST_POSITIONS, -1, np.int32)
+        self._size = 0
 
-    def learn(self, positions: Int64Array) -> None:
-        """Learn the angles of positions below `MOST_POSITIONS`."""
-        if not len(positions):
-            return
-        self._make_room(int(positions.max()) + 1)
-        new = positions[~self._known[positions]]
-        if not len(new):
-            return
-        new = np.unique(new)
+    def learn(self, positions: Int64Array) -> Int64Array:
+        """Return the rows of positions below `MOST_POSITIONS`, `[n]`, and learn those that are new."""
+        asked = np.zeros(int(positions.max(initial=-1)) + 1, np.bool_)
+        asked[positions] = True
+        new = np.flatnonzero(asked & (self._row_of[: len(asked)] < 0))
+        self._make_room(self._size + len(new))
         count = len(self._probes)
         each = max(1, min(_AT_ONCE, self._batch // count))
         for at in range(0, len(new), each):
             self._learn(new[at : at + each], count)
+        return self._row_of[positions].astype(np.int64)
 
     def _learn(self, new: Int64Array, count: int) -> None:
         import torch
@@ -88,13 +87,14 @@ class Turning:
         first, second = (torch.from_numpy(one).to(there.device) for one in self.pairs[:2])
         cosines[:, first] = cosines[:, second] = angle.real.float()
         sines[:, first], sines[:, second] = -angle.imag.float(), angle.imag.float()
-        where = torch.from_numpy(new).to(there.device)
+        where = slice(self._size, self._size + len(new))
         self.cosines[where], self.sines[where] = cosines, sines
         if self._low is not None:
             low = self._low(np.tile(self._probes, len(new)), np.repeat(new, count))
             low = low.reshape(len(new), count, *low.shape[1:])
             self.low_cosines[where], self.low_sines[where] = self._rounded_angles(low, cosines, sines)
-        self._known[new] = True
+        self._row_of[new] = np.arange(self._size, self._size + len(new))
+        self._size += len(new)
 
     def _rounded_angles(self, there: Any, cosines: Any, sines: Any) -> tuple[Any, Any]:
         """Return the bits of bfloat16 `[m, dim]`, at or beside those of what was learnt, with which what the model gives in bfloat16,
@@ -118,7 +118,7 @@ class Turning:
         return found[0], found[1]
 
     def _make_room(self, size: int) -> None:
-        have = len(self._known)
+        have = len(self.cosines)
         if size <= have:
             return
         more = min(MOST_POSITIONS, max(256, 2 * have, size))
@@ -128,7 +128,6 @@ class Turning:
         low = [one.new_full((more, self.pairs.dim), _NAN_BITS) for one in (self.low_cosines, self.low_sines)]
         low[0][:have], low[1][:have] = self.low_cosines, self.low_sines
         self.low_cosines, self.low_sines = low
-        self._known = np.append(self._known, np.zeros(more - have, np.bool_))
 
 
 def learn_turning(heads: Heads, low: Heads | None, vocab_size: int, positions: int, batch: int) -> Turning | None:
@@ -155,8 +154,8 @@ def learn_turning(heads: Heads, low: Heads | None, vocab_size: int, positions: i
             best = tokens[length.argsort(descending=True)[:count].cpu().numpy()]
             # Rounding so must hold for all tokens: of few some angle will always be right.
             all_of = Turning(heads, low, pairs, tokens, batch)
-            all_of.learn(places)
-            rounds = low is not None and bool((all_of.low_cosines[torch.from_numpy(places)] != _NAN_BITS).all())
+            rows = torch.from_numpy(all_of.learn(places))
+            rounds = low is not None and bool((all_of.low_cosines[rows] != _NAN_BITS).all())
             return Turning(heads, low if rounds else None, pairs, best, batch)
     return None
 

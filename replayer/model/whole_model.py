@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -55,6 +55,12 @@ class Model:
         self._asked = _NOTHING, _NOTHING, _NOTHING
         self._computed: dict[bool, tuple[list[tuple[Any, Any]], FloatArray]] = {}
         self._rows: dict[tuple[int, str], tuple[FloatArray, FloatArray]] = {}
+
+    def load(self) -> Self:
+        """Return it with both loaded; raise `TraceError` if that cannot be."""
+        for precise in (True, False):
+            self._load(precise)
+        return self
 
     def compute(self, tokens: Int64Array, starts: Int64Array, followed: Int64Array = _NOTHING) -> None:
         """Compute a request from its tokens `[n]`, in chunks that begin at `starts`, 0 among them, and what follows the positions

@@ -1,12 +1,14 @@
-"""A recording's files as one stream of batches and gaps, one file open at a time; and reading ahead of what is replayed."""
+"""A recording's files as one stream of batches and gaps, one file open at a time, a few where bytes are left in them; and reading ahead
+of what is replayed.
+"""
 
 import _thread
 import dataclasses
 import os
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final, Generic, TypeVar, cast
 
@@ -19,38 +21,61 @@ from ...recorder.trace.reader import TraceReader
 
 Item = TypeVar("Item")
 _CHECKERS: Final = min(16, os.cpu_count() or 1)
+_MOST_OPEN: Final = 16  # files of which bytes are left
 
 
 class Checks:
-    """The CRCs of batches whose KV bytes nobody has read yet, looked at in threads while the rest is used; `readers` are their files, in
-    the order in which they came, open until the end.
+    """The CRCs of batches whose KV bytes nobody has read yet, looked at in threads while the rest is used.
+
+    Files that have such batches stay open behind their stream, `_MOST_OPEN` of them: who leaves bytes there asks for the `oldest` that is
+    one too many, reads what it needs of it, and calls `close`. `reader` is the file that is streamed.
     """
 
     def __init__(self) -> None:
-        self.readers: list[TraceReader] = []
+        self.reader: TraceReader | None = None
+        self._open: list[TraceReader] = []
         self._threads = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="check")
-        self._found: list[Future[bool]] = []
+        self._found: dict[TraceReader, list[Future[bool]]] = {}
 
     def __enter__(self) -> "Checks":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
-        for reader in self.readers:
+        for reader in self._open:
             reader.close()
 
-    def open(self, path: Path) -> TraceReader:
-        """Open a file of which batches are to be checked."""
-        self.readers.append(TraceReader(path))
-        return self.readers[-1]
+    @contextmanager
+    def keeping(self, reader: TraceReader) -> Iterator[None]:
+        """Stream a file of which batches are to be checked; it stays open if there were any."""
+        self.reader = reader
+        self._open.append(reader)
+        try:
+            yield
+        finally:
+            if reader in self._open and reader not in self._found:
+                self.close(reader)
 
     def check(self, frame: Frame) -> None:
-        """Begin to check a batch of the file that was opened last."""
-        self._found.append(self._threads.submit(self.readers[-1].check, frame))
+        """Begin to check a batch of the file that is streamed."""
+        reader = self.reader
+        assert reader is not None
+        self._found.setdefault(reader, []).append(self._threads.submit(reader.check, frame))
+
+    def oldest(self) -> TraceReader | None:
+        """Return the file that is to be closed next, None if not too many are open."""
+        return self._open[0] if len(self._open) > _MOST_OPEN else None
+
+    def close(self, reader: TraceReader) -> None:
+        """Close a file once it is checked."""
+        wait(self._found.get(reader, ()))
+        self._open.remove(reader)
+        reader.close()
 
     def hold(self) -> bool:
-        """Wait, and say whether all hold."""
-        return all(found.result() for found in self._found)
+        """Wait, and say whether all hold; what could not be checked does not."""
+        futures = [one for found in self._found.values() for one in found]
+        return all(one.exception() is None and one.result() for one in futures)
 
 
 class SegmentStream:
@@ -95,16 +120,18 @@ class SegmentStream:
         """Do what `stream` does, and leave KV bytes of forwards in their files where they are many; `checks` has them checked."""
 
         def sparse(reader: TraceReader) -> Iterator[TraceBatch | TraceGap]:
-            return checks.open(reader.path).stream_without_bytes(checks.check)
+            return reader.stream_without_bytes(checks.check)
 
-        return cast("Generator[TraceBatch | TraceGap, None, None]", self._items(sparse))
+        return cast("Generator[TraceBatch | TraceGap, None, None]", self._items(sparse, checks.keeping))
 
     def follow(self) -> Generator[TraceBatch | TraceGap | None, None, None]:
         """Do what `stream` does with files that are being written; None says that nothing more is there yet."""
         return self._items(TraceReader.follow)
 
     def _items(
-        self, read: Callable[[TraceReader], Iterator[TraceBatch | TraceGap | None]]
+        self,
+        read: Callable[[TraceReader], Iterator[TraceBatch | TraceGap | None]],
+        keeping: Callable[[TraceReader], AbstractContextManager[object]] = closing,
     ) -> Generator[TraceBatch | TraceGap | None, None, None]:
         while self._left:
             path = self._left.pop(0)
@@ -119,7 +146,7 @@ class SegmentStream:
                     self._last, self._continues = named[1], True  # reported here, so not again at the segment behind it
                 yield TraceGap(after_event=self._expected - 1, missing_events=None, kind="damaged", cause=str(error))
                 continue
-            with reader:
+            with keeping(reader):
                 header = reader.header
                 if described(header) != described(self.header):
                     raise TraceError(f"{path}: is of another recording than {self.paths[0]}; replay them apart")

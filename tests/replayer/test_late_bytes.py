@@ -1,5 +1,8 @@
 """A request followed with the bytes left in the file, and with all of them read: the same slots, bytes, writers and tokens."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from kvcanary.recorder.errors import TraceError
@@ -10,9 +13,11 @@ from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.model.request_walk import RequestWalk
 from kvcanary.replayer.model.rerun import _rerun, rerun
+from kvcanary.replayer.run import streams
 from kvcanary.replayer.run.streams import Checks
 
 from ..support.places import DATA
+from ..support.raw_traces import cut
 
 TRACES = sorted(DATA.glob("*.arrow")) + sorted((DATA / "corpus").glob("nano-*.arrow"))[:4]
 MANY = [*sorted((DATA / "corpus").glob("*restored*.arrow")), *sorted((DATA / "corpus").glob("*load*.arrow"))]
@@ -53,7 +58,7 @@ def test_the_same_is_seen(path, tmp_path):
         with Checks() as checks:
             late = followed(header, target, request, checks)
             assert checks.hold()
-            left += len(checks._found)
+            left += sum(map(len, checks._found.values()))
         whole = followed(header, target, request, None)
         if isinstance(whole, str):
             assert late == whole
@@ -90,6 +95,53 @@ def test_bytes_of_others_that_are_damaged_are_a_gap_as_if_all_was_read(checkpoin
 
     found, expected = outcome(lambda: rerun([damaged], "late-repeat", checkpoint)), outcome(carefully)
     assert found == expected != right.to_json()
+
+
+def test_a_number_that_was_damaged_is_a_gap_as_if_all_was_read(checkpoint, tmp_path):
+    target, header, _ = plain(DATA / "clean_llama.arrow", tmp_path)
+    with TraceReader(target) as reader:
+        views = [view for item in reader.stream() if isinstance(item, TraceBatch) for view in item]
+    request = followed(header, target, "late-repeat", None).request_id
+    mine = [v for v in views if v.kind == "forward" and request in v.ints("request_ids").tolist()]
+    batch = mine[-1].batch
+    column = batch.values("req_pool_indices")
+    at = int(batch.offsets("req_pool_indices")[mine[-1].index]) + mine[-1].ints("request_ids").tolist().index(request)
+    raw = bytearray(target.read_bytes())
+    assert raw.count(bytes(column)) == 1
+    raw[raw.index(bytes(column)) + at * column.itemsize + 2] ^= 1  # a row that no table has
+    damaged = tmp_path / "damaged.arrow"
+    damaged.write_bytes(raw)
+
+    def carefully():
+        walk = RequestWalk(header, "late-repeat")
+        walk.walk([damaged])
+        return _rerun(walk, [damaged], "late-repeat", checkpoint)
+
+    assert outcome(lambda: rerun([damaged], "late-repeat", checkpoint)) == outcome(carefully)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_of_many_segments_few_are_open_and_the_same_is_seen(checkpoint, tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(streams, "_MOST_OPEN", 3, raising=False)
+    segments, opened = cut(DATA / "clean_llama.arrow", tmp_path / "t.arrow", seed=1, least=2, most=5), []
+    for path in segments if compression != "none" else ():
+        with TraceReader(path) as reader:
+            file = TraceFile(path.with_suffix(".new"), reader.schema, compression=compression)
+            for item in reader.stream():
+                file.write(item.record_batch, batch_metadata(item.record_batch, item.first_event))
+            file.close()
+        path.with_suffix(".new").rename(path)
+    right, apply = rerun([DATA / "clean_llama.arrow"], "late-repeat", checkpoint), RequestWalk.apply
+
+    def counted(walk, view):
+        files = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+        opened.append(len({path for path in files if path.startswith(str(tmp_path))}))
+        return apply(walk, view)
+
+    monkeypatch.setattr(RequestWalk, "apply", counted)
+    found = rerun(segments, "late-repeat", checkpoint)
+    assert len(segments) > 12 and max(opened) == (3 if compression == "none" else 1)
+    assert found.to_json() == right.to_json() and found.compared == 154
 
 
 def outcome(run):

@@ -122,6 +122,37 @@ def test_a_name_goes_before_a_number_and_two_of_one_name_are_refused(checkpoint,
     ],
 )
 def test_log_probabilities_say_what_was_not_captured(checkpoint, tmp_path, kind, off, code, compared, words):
+    forwards = with_logprobs(checkpoint, tmp_path / "t.arrow", kind, off)
+    got, found = ran(checkpoint, tmp_path / "t.arrow", "late-repeat")
+    assert (got, found["fault"], found["logprobs"]) == (code, "elsewhere" if code else "agrees", compared)
+    assert found["not_compared"] == ["log-probabilities of 16 tokens: " + BEHIND] * (kind == "processed")
+    if code:
+        first = found["first_logprob"]
+        assert (first["forward"], found["logprobs_differing"], found["warm"]) == (forwards[4], 12, 12)
+        assert first["words"].startswith(words) and first["recorded"] == pytest.approx(
+            first["computed"] - off, abs=1e-4
+        )
+        shown = CliRunner().invoke(
+            rerun_command, [str(tmp_path / "t.arrow"), "--request", "late-repeat", "--model", str(checkpoint)]
+        )
+        assert shown.exit_code == 1 and "ELSEWHERE" in shown.stdout and "12 differ" in shown.stdout
+
+
+def test_without_a_head_k_and_v_are_compared_all_the_same(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    with_logprobs(checkpoint, tmp_path / "t.arrow", "raw", 0.0)
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    code, found = ran(tmp_path, tmp_path / "t.arrow", "late-repeat")
+    assert (code, found["fault"], found["compared"], found["logprobs"]) == (0, "agrees", 154, 0)
+    assert any("log-probabilities" in said and "lm_head.weight" in said for said in found["not_compared"])
+
+
+def with_logprobs(checkpoint, target, kind, off):
+    """Write the clean trace with log-probabilities of a request's tokens, from the fifth on `off` too low; return its forwards."""
     path = DATA / "clean_llama.arrow"
     stream, copies, model = SegmentStream([path]), EventCopies(), Model(checkpoint, "float32", head=True)
     walk = RequestWalk(stream.header, "late-repeat")
@@ -138,20 +169,8 @@ def test_log_probabilities_say_what_was_not_captured(checkpoint, tmp_path, kind,
             at, end = lens[:r].sum(), event.ints["prefix_lens"][r] + event.ints["extend_lens"][r]
             values[at] = model.logprobs[0][end - 1, event.ints["sampled_tokens"][at]] - off * (len(forwards) > 4)
         event.ints["sampled_logprobs"] = values.view(np.uint32) | np.int64(LOGPROB_KINDS.index(kind)) << LOGPROB_BITS
-    write_part(Part(stream.header, events, []), tmp_path / "t.arrow")
-    got, found = ran(checkpoint, tmp_path / "t.arrow", "late-repeat")
-    assert (got, found["fault"], found["logprobs"]) == (code, "elsewhere" if code else "agrees", compared)
-    assert found["not_compared"] == ["log-probabilities of 16 tokens: " + BEHIND] * (kind == "processed")
-    if code:
-        first = found["first_logprob"]
-        assert (first["forward"], found["logprobs_differing"], found["warm"]) == (forwards[4], 12, 12)
-        assert first["words"].startswith(words) and first["recorded"] == pytest.approx(
-            first["computed"] - off, abs=1e-4
-        )
-        shown = CliRunner().invoke(
-            rerun_command, [str(tmp_path / "t.arrow"), "--request", "late-repeat", "--model", str(checkpoint)]
-        )
-        assert shown.exit_code == 1 and "ELSEWHERE" in shown.stdout and "12 differ" in shown.stdout
+    write_part(Part(stream.header, events, []), target)
+    return forwards
 
 
 def test_drafts_that_were_rejected_are_no_part_of_the_request():

@@ -5,7 +5,9 @@ import pytest
 import torch
 import transformers
 from kvcanary.kernels.ops.token_rows.reference import FILLED, FITS, Encoding
+from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.header import Ranks
+from kvcanary.replayer.model import token_tables
 from kvcanary.replayer.model.first_layer import FirstLayer, of_rank
 from kvcanary.replayer.model.token_tables import TokenTables
 
@@ -136,3 +138,29 @@ def test_a_token_of_nan_and_one_beyond_the_vocabulary_fit_nothing(checkpoint_wit
         data = np.tile(expected.view(np.uint8).ravel(), 4)
         flags = tables.flags(half, data, np.arange(4) * 16, tokens, at, Encoding("float32"))
         assert (flags & FITS > 0).tolist() == [False, False, False, True]
+
+
+def test_too_little_memory_is_said(checkpoint, monkeypatch):
+    layer = FirstLayer(checkpoint, "float32")
+    tables, some = TokenTables(layer, Ranks(), {"K": 4, "V": 4}), np.arange(4)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(token_tables.TokenTable, "__new__", full)
+    with pytest.raises(TraceError, match="Tried to allocate 2 GiB; free memory there"):
+        tables.flags("V", np.zeros(64, np.uint8), some * 16, some, some, Encoding("float32"))
+
+
+def test_of_a_gpu_that_others_use_a_part_of_what_is_free_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 << 30, 80 << 30))
+    assert token_tables._room("cuda") == 1 << 30
+
+
+def test_one_position_far_behind_takes_one_row_of_angles(checkpoint):
+    layer = FirstLayer(checkpoint, "float32")
+    tables, some = TokenTables(layer, Ranks(), {"K": 4, "V": 4}), np.arange(4)
+    far = np.full(4, 200_000)
+    values = layer.expected("K", some, far, Ranks(), 4).values
+    flags = tables.flags("K", values.view(np.uint8).ravel(), some * 16, some, far, Encoding("float32"))
+    assert flags is not None and len(tables.turning.cosines) < 1000

@@ -1,14 +1,19 @@
 """What belongs together: one fault however often it is seen, two faults in one trace, too many places to hold."""
 
+from collections import Counter
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from kvcanary.analysis.incidents.cluster import TOKEN, Cluster, Sign
+from kvcanary.analysis.incidents.evidence import Likely, evidence_of, left_open
+from kvcanary.analysis.incidents.facts import FACTS_A_SLOT, Fact, Facts, SlotFacts
 from kvcanary.analysis.incidents.finding import find_incidents, read_incidents, write_incidents
 from kvcanary.analysis.incidents.linking import components, page_nodes
 from kvcanary.analysis.incidents.places import read_places
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
-from kvcanary.recorder.trace.header import PoolGroup
+from kvcanary.recorder.trace.header import PoolGroup, TraceHeader
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.effect import Clock, Probe
 from kvcanary.replayer.lab.fault import Bench
@@ -22,6 +27,27 @@ def copied(report, folder):
     for name in ("violations.parquet", "findings.parquet", "summary.json"):
         (folder / name).write_bytes((report / name).read_bytes())
     return folder
+
+
+@pytest.mark.parametrize(
+    ("promised", "writes", "said"),
+    [
+        ("complete", 1, "it was never given to it, and another request wrote it"),
+        ("complete", FACTS_A_SLOT, "no recorded event gave it to the request, and another request wrote it"),
+        ("", 1, "no recorded event gave it to the request, and another request wrote it"),
+    ],
+)
+def test_that_a_slot_was_never_given_is_said_only_where_all_is_recorded(promised, writes, said):
+    nowhere = dict.fromkeys(("event", "forward", "runner", "group", "request_id", "row", "position", "slot"), 0)
+    sign = Sign(**{**nowhere, "event": 99, "slot": 5, "request_id": 1}, kind="", bits=TOKEN, mode="", request="")
+    slot = SlotFacts(99)
+    for event in range(writes):
+        slot.add(Fact(event=event, what="written", request_id=2))
+    facts = Facts(header=TraceHeader(groups=(), tables=(), slot_history=promised), slots={(0, 5): slot})
+    cluster = Cluster(signs=[sign], kinds=Counter(), reasons=Counter(), facts=facts)
+    seen = evidence_of(cluster)
+    [(_, diagnosis)] = left_open([], cluster, seen, Likely("write", ("slot_mapping",)))
+    assert diagnosis.sentence.endswith(f"of slot 5 is known that {said}")
 
 
 def test_a_hundred_thousand_violations_of_one_fault_are_one_incident(tried, tmp_path):
