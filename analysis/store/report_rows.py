@@ -10,11 +10,10 @@ import pyarrow as pa
 from ...recorder.files import replace_file
 from ...recorder.remote import RemotePath, as_path, put
 from .sources import read_summary
-from .table_files import parquet_file
+from .table_files import UNKNOWN, parquet_file
 
 MARK: Final = "kvcanary-reports.json"  # at the top of a table
 _MARK_TEXT: Final = b'{"kvcanary_reports": 1}\n'
-_UNKNOWN: Final = "unknown"
 
 _TEXT, _COUNT, _TIME = pa.utf8(), pa.int64(), pa.timestamp("us", "UTC")
 _INCIDENT: Final = {
@@ -63,10 +62,10 @@ def add_report(report: Path, table: Path, *, node: str = "", place: str | None =
     row = _row(summary, node or server or as_path(summary["trace"]).absolute().parent.name)
     row["report"] = str(report.absolute()) if place == "" else place
     began, engine = row["began"], summary.get("engine") or {}
-    day = began.strftime("%Y-%m-%d") if began is not None else _UNKNOWN
+    day = began.strftime("%Y-%m-%d") if began is not None else UNKNOWN
     places = (day, engine.get("name"), engine.get("version"), (summary.get("model") or {}).get("name"))
     folders = [
-        f"{name}={quote(str(value or _UNKNOWN), safe='')}" for name, value in zip(PARTITIONS, places, strict=True)
+        f"{name}={quote(str(value or UNKNOWN), safe='')}" for name, value in zip(PARTITIONS, places, strict=True)
     ]
     name = "/".join([*folders, f"{row['report_id']}.parquet"])
     # one row alone gets larger by being packed, and takes twice as long
@@ -92,7 +91,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _row(summary: dict[str, Any], node: str) -> dict[str, Any]:
-    trace_id = str(summary.get("trace_id") or _UNKNOWN)
+    trace_id = str(summary.get("trace_id") or UNKNOWN)
     segments = [number for number in summary.get("segments") or () if isinstance(number, int)]
     part = f"-{segments[0]}" if segments else ""  # a recording that has grown takes the place of its shorter self
     incidents = [one for one in summary.get("incidents") or () if isinstance(one, dict)]

@@ -152,7 +152,7 @@ def open_table(table: Path, *, unlocked: bool = False) -> ReportsTable:
         listed = filesystem.get_file_info(pyarrow.fs.FileSelector(top, recursive=True))
     except (OSError, pa.ArrowException) as error:
         raise AnalysisError(f"{table}: cannot be listed ({first_line(error)})") from None
-    paths, problems = sound_files(filesystem, listed, SCHEMA)
+    paths, problems = sound_files(filesystem, top, listed, SCHEMA)
     rows = _dataset(filesystem, top, paths)
     with ExitStack() as resources:
         connection = connect(":memory:", resources, MEMORY_LIMIT)

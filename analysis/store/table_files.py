@@ -6,7 +6,6 @@ little-endian. Files of older versions, and of others, have none; of those every
 
 import io
 import struct
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
@@ -22,6 +21,7 @@ from ...recorder.errors import first_line
 MAGIC: Final = b"KVCANCRC"
 _SUM: Final = struct.Struct("<I")
 _TAIL: Final = struct.Struct("<I4s")  # the footer's length, and Parquet's own magic
+UNKNOWN: Final = "unknown"  # the id of a report whose trace has none
 _READERS: Final = 16
 _LARGE_BYTES: Final = 1 << 26  # of a file that no report makes the footer alone is read
 
@@ -42,64 +42,70 @@ def _footer_at(content: bytes) -> int:
 
 
 def sound_files(
-    filesystem: Any, listed: Iterable[pyarrow.fs.FileInfo], schema: pa.Schema
+    filesystem: Any, top: str, listed: Iterable[pyarrow.fs.FileInfo], schema: pa.Schema
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the files of a table to be read, in order, and of those that are left out why.
+    """Return the files of the table in the folder `top` to be read, in order, and of those that are left out why.
 
-    Of files of one name, in several partitions, the newest is taken: the same report, which has been copied, or whose first forward
-    came later.
+    Of sound files of one report, in several partitions, the newest is taken: it has been copied, or its first forward came later.
     """
-    same: defaultdict[str, list[pyarrow.fs.FileInfo]] = defaultdict(list)
-    for one in listed:
-        if one.is_file and one.path.endswith(".parquet") and "/." not in one.path:
-            same[PurePosixPath(one.path).name].append(one)
-    found = sorted((max(files, key=_age) for files in same.values()), key=lambda one: one.path)
-    problems = dict(_problems(filesystem, found, schema))
-    return [one.path for one in found if one.path not in problems], problems
+    found = [one for one in listed if one.is_file and one.path.endswith(".parquet")]
+    found = sorted((one for one in found if "/." not in one.path.removeprefix(top)), key=lambda one: one.path)
+    problems: dict[str, str] = {}
+    newest: dict[str, pyarrow.fs.FileInfo] = {}
+    for file, (why, report_id) in zip(found, _looked_at(filesystem, found, schema), strict=True):
+        if why:
+            problems[file.path] = why
+        else:  # by report, and what is nobody's alone by itself: rows that others wrote, reports whose trace has no id
+            key = file.path if report_id in ("", UNKNOWN) else report_id
+            newest[key] = max(newest.get(key, file), file, key=_age)
+    return sorted(one.path for one in newest.values()), problems
 
 
 def _age(file: pyarrow.fs.FileInfo) -> tuple[int, str]:
     return (file.mtime_ns or 0, file.path)
 
 
-def _problems(filesystem: Any, files: Sequence[pyarrow.fs.FileInfo], schema: pa.Schema) -> Iterator[tuple[str, str]]:
-    def problem(file: pyarrow.fs.FileInfo) -> str:
+def _looked_at(filesystem: Any, files: Sequence[pyarrow.fs.FileInfo], schema: pa.Schema) -> Iterator[tuple[str, str]]:
+    """Return of each file why it is left out, if it is, and whose report it is, if it is one's."""
+
+    def look(file: pyarrow.fs.FileInfo) -> tuple[str, str]:
         try:
             with filesystem.open_input_file(file.path) as source:
                 if file.size > _LARGE_BYTES:
                     return _misfit(pq.ParquetFile(source), file.path, schema)
                 content = source.read()
-            return _damage(content, file.path, schema)
-        except (OSError, pa.ArrowException) as error:
-            return first_line(error)
+            damage = _damage(content)
+            return (damage, "") if damage else _misfit(pq.ParquetFile(pa.BufferReader(content)), file.path, schema)
+        except (OSError, pa.ArrowException, ValueError) as error:  # a name that is no UTF-8 is a ValueError
+            return first_line(error), ""
 
     with ThreadPoolExecutor(_READERS) as readers:
-        whys = readers.map(problem, files)
-        yield from ((file.path, why) for file, why in zip(files, whys, strict=True) if why)
+        yield from readers.map(look, files)
 
 
-def _damage(content: bytes, path: str, schema: pa.Schema) -> str:
+def _damage(content: bytes) -> str:
+    """Say what is wrong with a file's bytes, before anything in them is trusted."""
     if len(content) < _TAIL.size:
         return f"it has {len(content)} bytes, and is no Parquet file"
-    file = pq.ParquetFile(pa.BufferReader(content))
+    if MAGIC not in content:
+        pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
+        return ""
     at = _footer_at(content) - _SUM.size
-    if content[max(0, at - len(MAGIC)) : max(0, at)] == MAGIC:
+    if at >= len(MAGIC) and content[at - len(MAGIC) : at] == MAGIC:
         [expected] = _SUM.unpack_from(content, at)
-        if crc32c(content[at + _SUM.size :], crc32c(content[: at - len(MAGIC)])) != expected:
-            return "it is damaged: its checksum does not hold"
-    else:
-        file.read(use_threads=False)
-    return _misfit(file, path, schema)
+        if crc32c(content[at + _SUM.size :], crc32c(content[: at - len(MAGIC)])) == expected:
+            return ""
+    return "it is damaged: its checksum does not hold"
 
 
-def _misfit(file: pq.ParquetFile, path: str, schema: pa.Schema) -> str:
-    """Say what of a file's columns is not as this version knows it, or whose row it is if not what its name says."""
+def _misfit(file: pq.ParquetFile, path: str, schema: pa.Schema) -> tuple[str, str]:
+    """Say what of a file's columns is not as this version knows it, or that it is a copy; and whose report it is."""
     for column in file.schema_arrow:
         at = schema.get_field_index(column.name)
         if at >= 0 and not _fits(column.type, schema.field(at).type):
-            return f"its column {column.name} is {column.type}, expected {schema.field(at).type}"
+            return f"its column {column.name} is {column.type}, expected {schema.field(at).type}", ""
     owner, name = _report_id(file.metadata), PurePosixPath(path).stem
-    return f"it is a copy of {owner}.parquet" if owner not in ("", name) else ""
+    return (f"it is a copy of {owner}.parquet" if owner not in ("", name) else ""), owner
 
 
 def _report_id(metadata: pq.FileMetaData) -> str:

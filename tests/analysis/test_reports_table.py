@@ -118,11 +118,13 @@ def test_no_changed_bit_changes_an_answer(table: Path) -> None:
     plain = io.BytesIO()
     pq.write_table(pq.read_table(one, partitioning=None), plain, compression="zstd")
     rng = random.Random(0)
+    name = good.rindex(b"report_id")  # in the footer, where it would be no UTF-8 any more
     for content, least in ((good, 40), (plain.getvalue(), 0)):
         left_out = 0
-        for _ in range(40):
-            at = rng.randrange(len(content))
-            one.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :])
+        for number in range(40):
+            at = rng.randrange(len(content)) if number else name
+            bit = 1 << rng.randrange(8) if number else 1 << 7
+            one.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
             with open_table(table) as session:
                 rows = session.sql(query).to_pylist()
                 left_out += len(session.problems)
@@ -148,6 +150,43 @@ def test_a_copy_counts_once(table: Path) -> None:
     done = run("sql", table, "select count(*) as n, count(day) as days from reports", "--json")
     assert json.loads(done.stdout) == [{"n": 3, "days": 3}]
     assert f"copy.parquet: left out, it is a copy of {first.name}" in done.stderr
+
+
+def test_a_damaged_copy_hides_no_sound_one(table: Path) -> None:
+    damaged = [
+        one for one in table.rglob("*.parquet") if "stale" in str(pq.read_table(one, partitioning=None)["incidents"])
+    ]
+    (table / "backup").mkdir()
+    for one in damaged:
+        content = one.read_bytes()
+        (table / "backup" / one.name).write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+        os.utime(one, (1, 1))
+    assert len(damaged) == 2
+    assert ask(table, "select count(*) as n from reports where verdict = 'corrupt'") == [[2]]
+
+
+def test_files_of_one_name_that_are_no_copies_are_all_read(table: Path, tmp_path: Path) -> None:
+    """Rows that another tool wrote in partitions, and reports of traces that have no id."""
+    row = pq.read_table(sorted(table.rglob("*.parquet"))[0], partitioning=None)
+    for day, number in (("2026-01-01", 0), ("2026-01-02", 1)):
+        folder = table / f"day={day}" / "engine=a" / "version=1" / "model=m"
+        folder.mkdir(parents=True)
+        ids = [[f"x{number}"], [f"y{number}"]]
+        rows = [row.set_column(row.schema.get_field_index("report_id"), "report_id", [one]) for one in ids]
+        pq.write_table(pa.concat_tables(rows), folder / "data_0.parquet")
+    for day in (4, 5):
+        report = write_report(tmp_path / f"day{day}", "nobody", day=day, trace_id=None)
+        assert run("collect", report, table).returncode == 0
+    assert ask(table, "select count(*) as n from reports") == [[3 + 4 + 2]]
+
+
+def test_a_table_may_lie_in_a_hidden_folder(table: Path, tmp_path: Path) -> None:
+    hidden = tmp_path / ".home" / "table"
+    hidden.parent.mkdir()
+    shutil.move(table, hidden)
+    (hidden / ".under_way").mkdir()
+    shutil.copy(sorted(hidden.rglob("*.parquet"))[0], hidden / ".under_way" / "another.parquet")
+    assert ask(hidden, "select count(*) as n from reports") == [[3]]
 
 
 def test_older_and_newer_files_are_read_together(table: Path) -> None:
