@@ -18,9 +18,7 @@ MAX_TABLES: Final = 4
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 8
-MAX_CARRIED: Final = (
-    2  # tensors that a frame carries beside its forward: what is given out of a full and a sliding-window pool
-)
+MAX_CARRIED: Final = 2  # tensors beside a frame's forward: what a full and a sliding-window pool give out
 
 # Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended; how
 # many slots attention got that differ.

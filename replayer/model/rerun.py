@@ -206,7 +206,7 @@ def _comparable(
     for stream, data, changed in zip(header.groups[seen.group].streams, seen.data, seen.changed, strict=True):
         dtype = stream.dtype or header.model.dtype
         if dtype not in ROUNDING:
-            _say(found, f"values of {dtype or 'an unknown type'}: their scales are not recorded")
+            _say(found, f"values of {dtype or 'an unknown type'}: rerun compares those of {', '.join(ROUNDING)}")
             continue
         known = (seen.positions < size) & data.any(axis=1)
         for piece in _pieces(stream, seen.slots, data, dtype):

@@ -80,19 +80,20 @@ class Exchange:
 
     def receive(self, key: ParcelKey, count: int) -> Parcel | None:
         """Hand out a parcel, once; None if no sender has it. Of one that is pulled, `count` slots from the position on."""
-        room, group, position = key
-        whole = room, group, 0
         waiting = list(self.senders)
-        while not (found := key in self._parcels or self._is_pulled(whole)) and waiting:
-            waiting = [
-                sender for sender in waiting if not (key in self._parcels or self._is_pulled(whole)) and sender()
-            ]
-        if not found or not self._is_pulled(whole):
-            return self._parcels.pop(key, None)
-        return self._parcels.pop(whole).part(position, count)
+        while (held := self._held(key)) is None and waiting:
+            waiting = [sender for sender in waiting if self._held(key) is None and sender()]
+        if held is None:
+            return None
+        parcel = self._parcels.pop(held)
+        return parcel.part(key[2], count) if parcel.pulled else parcel
 
-    def _is_pulled(self, key: ParcelKey) -> bool:
-        return key in self._parcels and self._parcels[key].pulled
+    def _held(self, key: ParcelKey) -> ParcelKey | None:
+        """Return under which key a parcel lies here: one that is pulled under its first position."""
+        whole = key[0], key[1], 0
+        if whole in self._parcels and self._parcels[whole].pulled:
+            return whole
+        return key if key in self._parcels else None
 
 
 _KV_HASH_WORD = RECORD_BYTES // 8 - 1

@@ -89,12 +89,10 @@ class DeviceCapture:
         self.on_no_room: Callable[[], None] = lambda: (
             None
         )  # called after a forward that is lost: too many are in flight
-        # What the next frame carries, and called with what cannot wait for it, in order.
+        # What the next frame carries; called with what cannot wait for it, in order, and if somebody has written to it.
         self.waiting: list[Carried] = []
         self.on_not_carried: Callable[[Carried], None] = lambda _: None
-        self.on_changed: Callable[[], None] = lambda: (
-            None
-        )  # called if somebody has written to it: nobody knows what it was
+        self.on_changed: Callable[[], None] = lambda: None
         self.carries = False  # whether frames have room for it
         self._carried_dtype, self._device = torch.int64, self.frames.get_device()
         self._current_stream: Callable[[], Any] | None = torch.cuda.current_stream if self.on_gpu else None
