@@ -49,6 +49,7 @@ ACCEPTED: Final[dict[str, tuple[str, ...]]] = {
     "kv_used": ("kv_changed",),
     "kv_unused_cache": ("kv_changed",),
     "kv_post_forward": ("kv_changed",),
+    "adapter_not_in_key": ("identity_not_in_key",),
     "attention_prefix_lost": ("attention_seq_len_wrong",),
     "attention_seq_len_off_by_one": ("attention_seq_len_wrong",),
     "late_layer_overwritten": ("layer_changed",),

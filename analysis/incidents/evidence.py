@@ -140,7 +140,7 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
     if not cluster.has_trace or sign.request_id < 0 or sign.slot <= 0:
         return Held.UNKNOWN
     history = cluster.history(sign)
-    held = Held.NEVER if history or cluster.complete else Held.UNKNOWN
+    held = Held.NEVER if cluster.complete or any(f.what == "alloc" for f in history) else Held.UNKNOWN
     holder, gone = -1, False  # whom it was given to last and who has it still; whether the cache has given it up
     again, own = cluster.facts.retracted_before(sign.request_id, sign.event), cluster.wrote(sign)
     wrote = own[0] if own is not None and own[1] == sign.slot else sign.event
@@ -241,10 +241,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", _POSITIONS if seen.positions else ())
     looked = cluster.finding("attention_slots")
     if looked is not None:
-        prefix = cluster.facts.prefixes.get((looked.event, looked.request_id), 1 << 62)
-        now = (looked.position >= prefix and cluster.was_given(looked)) or bool(
-            kinds & {"write_to_foreign_slot", "table_entry_differs"}
-        )
+        now = went_elsewhere(cluster, looked) or bool(kinds & {"write_to_foreign_slot", "table_entry_differs"})
         first, second = ("slot_mapping", "attention_table_overwritten")[:: 1 if now else -1]
         return Likely("write" if now else "read", (first, second))
     if not content and sign.bits == KV_HASH:
@@ -273,6 +270,9 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("req_to_token", "tokens_truncated_hash_kept"))
     own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
     moved = own is not None and change is not None and change.event > own[0]
+    if seen.filled is Filled.AS_CACHED and moved and own is not None and cluster.joined(sign, own[0]):
+        # What it had computed was given back for what the cache holds under the same key: its row names what it joined.
+        return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
     if seen.elsewhere and moved and seen.filled is not Filled.LOAD:
         return Likely("table", ("resume_overwrites_tail", "req_to_token", "slot_mapping"))
     if seen.elsewhere and not seen.retracted and seen.filled is not Filled.LOAD:
@@ -280,6 +280,29 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.filled is Filled.ITSELF:
         return Likely("input", _POSITIONS if seen.positions else ("async_resume_wrong_input", "future_map_overrun"))
     return _CONTENT.get(seen.filled, Likely(sign.branch))
+
+
+def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
+    """Whether attention looks for a token of its own forward where the row says, and the token went to another slot.
+
+    It looks in the right place if its request was given that slot, or if the token went over another of the request's own.
+    """
+    computed_now = sign.position >= cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
+    return computed_now and (cluster.was_given(sign) or over_its_own(cluster, sign) is not None)
+
+
+def over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:
+    """Return the sign of a slot that a request has written for two positions, the later one in a sign's event for its position."""
+    wrote = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
+    if wrote is None or wrote[0] != sign.event:
+        return None
+    for other in cluster.signs:
+        mine = other.bits and other.slot == wrote[1] and other.request_id == sign.request_id
+        if mine and other.position != sign.position:
+            before = cluster.facts.wrote_before(sign.request_id, other.position, sign.event)
+            if cluster.was_given(other) or (before is not None and before[1] == other.slot):
+                return other
+    return None
 
 
 def open_transfer(cluster: Cluster, sign: Sign) -> Fact | None:

@@ -98,7 +98,8 @@ class Facts:
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
     something was loaded from the host for a request. `strayed` holds, by event and request, the row that a request had when it
     was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
-    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
+    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending. `has_frees`: whether slots that
+    were given back or evicted are in the trace at all.
     """
 
     header: TraceHeader | None = None
@@ -108,6 +109,7 @@ class Facts:
     rewrites: dict[int, list[Rewrite]] = field(default_factory=lambda: defaultdict(list))
     named: dict[int, dict[int, Int64Array]] = field(default_factory=dict)
     late_samples: int = 0
+    has_frees: bool = False
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)

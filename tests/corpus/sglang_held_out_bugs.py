@@ -49,7 +49,7 @@ def last_page_freed_twice(fired: Fired) -> None:
             cache.token_to_kv_pool_allocator.free(row[end - 1 : end].long())
 
 
-@bug("InternLM/lmdeploy#4917", "llama-weights", "adapter_not_in_key", origin="LMDeploy")
+@bug("InternLM/lmdeploy#4917", "llama-weights", "cache_kept_over_new_weights", origin="LMDeploy")
 def weights_changed_cache_kept(fired: Fired) -> None:
     """New weights are loaded while the engine runs, and the prefix cache is not emptied. A request hits K and V of the old
     weights."""

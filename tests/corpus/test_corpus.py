@@ -47,7 +47,7 @@ def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
 def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
     sentence = outcomes["sglang-decode_past_its_page"].sentence
     assert (
-        "it may also be a held page was given out, which an allocation of the slot while it was held would show"
+        "it may also be a page was given back too early, which a free of the slot before its request was done would show"
         in sentence
     )
 

@@ -110,7 +110,7 @@ def idle_step_writes_stale_row(fired: Fired) -> None:
     when_adopted(stale, fired)
 
 
-@bug("llm-d/llm-d-router#1494", "llama-salts", "adapter_not_in_key", origin="llm-d")
+@bug("llm-d/llm-d-router#1494", "llama-salts", "identity_not_in_key", origin="llm-d")
 def salt_left_out(fired: Fired) -> None:
     """The salt that keeps tenants apart is not part of a block's key. A request joins blocks of another tenant with the same
     prompt."""

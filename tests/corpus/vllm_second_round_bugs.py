@@ -22,7 +22,7 @@ def state_column_in_other_units(fired: Fired) -> None:
     mamba_utils.collect_mamba_copy_meta = wrong
 
 
-@bug("vllm-project/vllm#30931", "llama-lora", "adapter_not_in_key")
+@bug("vllm-project/vllm#30931", "llama-lora", "identity_not_in_key")
 def adapters_of_one_name(fired: Fired) -> None:
     """Two adapters that were loaded under one name have the same key in the prefix cache, though their numbers and weights
     differ. A request joins blocks that the other adapter has computed."""

@@ -55,7 +55,8 @@ _RULES: Final = (
     inputs.future_map_overrun,
     inputs.next_token_swap,
     cached.tokens_truncated_hash_kept,
-    cached.adapter_not_in_key,
+    cached.identity_not_in_key,
+    cached.cache_kept_over_new_weights,
     cached.state_restored_for_other_prefix,
     allocation.page_leaked,
 )

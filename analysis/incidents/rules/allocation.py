@@ -40,7 +40,9 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
         again = given_to_another(cluster, other)
         if again is not None:
             said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
-            return cluster.diagnosis(0.58, said, other, again.event, other.event, cause=again.event)
+            said += "; nobody gave it back, as far as the trace says" if cluster.facts.has_frees else ""
+            score = 0.65 if cluster.facts.has_frees else 0.58
+            return cluster.diagnosis(score, said, other, again.event, other.event, cause=again.event)
     doubled = cluster.finding("slot_written_twice")
     enough = doubled is not None and any(s.bits and named_twice(cluster, s) for s in cluster.signs)
     for later in cluster.signs if doubled is not None and not enough else ():

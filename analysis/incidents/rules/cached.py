@@ -17,6 +17,7 @@ from ..evidence import open_transfer
 from ..facts import Fact
 from .copies import copy_finding
 
+_NEW_WEIGHTS = "other_weights"
 _PREFILL_MODES = ("extend", "mixed", "draft_extend")
 _SOURCE_WENT_WRONG = ("transfer_source_damaged", "transfer_source_changed")
 
@@ -90,8 +91,9 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
         return None  # it hit nothing: it wrote the slot itself
     score = 0.8 if hit is not None else 0.6
     if cluster.has_trace:
-        begin = cluster.facts.begins.get(sign.request_id)
+        begin, wrote = cluster.facts.begins.get(sign.request_id), cluster.wrote(sign)
         starts = begin is not None and begin.prefix_len > sign.position
+        starts |= wrote is not None and cluster.joined(sign, wrote[0])  # it gave back its own for what was cached
         joined = hit is not None or cluster.last(sign, "shared") is not None
         score = 0.55 + (0.25 if starts else 0) + (0.1 if joined else 0)
     found = sign.detail
@@ -116,13 +118,21 @@ def _own_tokens_of_elsewhere(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
-@rule("a prefix hit across adapters, salts, weights or media", branch="identity")
-def adapter_not_in_key(cluster: Cluster) -> Diagnosis | None:
-    """The prefix cache's key leaves out what the KV depends on beside its tokens, or new weights come without a flush.
-    (lab)
-    """
-    words = "{0.reader} began in {0.when} from KV that is not its own: {0.place}: it {0.detail}"
-    return cluster.said_by("identity", words)
+_OTHERS = "{0.reader} began in {0.when} from KV that is not its own: {0.place}: it {0.detail}"
+
+
+@rule("a prefix hit across adapters, salts or media", branch="identity")
+def identity_not_in_key(cluster: Cluster) -> Diagnosis | None:
+    """The prefix cache's key leaves out what the KV depends on beside its tokens: the adapter, the salt, the media. (lab)"""
+    sign = cluster.finding("identity")
+    return None if sign is None or sign.cause == _NEW_WEIGHTS else cluster.said_by("identity", _OTHERS)
+
+
+@rule("the prefix cache outlived its weights", branch="identity")
+def cache_kept_over_new_weights(cluster: Cluster) -> Diagnosis | None:
+    """New weights are loaded and the prefix cache is not emptied: a request begins from KV of the old ones. (lmdeploy#4917)"""
+    sign = cluster.finding("identity")
+    return cluster.said_by("identity", _OTHERS) if sign is not None and sign.cause == _NEW_WEIGHTS else None
 
 
 @rule("recurrent state of another prefix", branch="content")

@@ -268,9 +268,6 @@ def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     if sign is None:
         return None
     score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
-    first_written = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
-    if first_written <= sign.position and cluster.was_given(sign):
-        score = min(score, 0.6)  # of a token of this forward: it was written elsewhere, and attention is right
     said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "
     said += f"{sign.reader}: {sign.detail}"
     asked = f"select * from attention_slots where event = {sign.event} order by batch_index, position limit 50"

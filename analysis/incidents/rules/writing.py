@@ -1,6 +1,7 @@
 """What went wrong with where tokens were written, and with padding."""
 
 from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
+from ..evidence import over_its_own, went_elsewhere
 from ..facts import Fact
 from .allocation import own_free
 
@@ -39,13 +40,12 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
                 said += f"given: it reads that position in slot {found.slot}, which it had been given"
                 return cluster.diagnosis(0.94, said, sign, sign.event, found.event, cause=sign.event)
         if sign.kind == "attention_slots":
-            over = _over_its_own(cluster, sign) if sign.slot < 0 else None
+            over = over_its_own(cluster, sign) if sign.slot < 0 else None
             if over is not None:
                 said = f"the row of {sign.reader} has no slot for position {sign.position} in {sign.when}, and its token was written to "
                 said += f"{over.place} all the same, which is the request's own for another position"
                 return cluster.diagnosis(0.95, said, over, sign.event, cause=sign.event)
-            prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
-            if sign.position >= prefix and cluster.was_given(sign):
+            if went_elsewhere(cluster, sign):
                 said = f"in {sign.when} {sign.reader} wrote its token for position {sign.position} elsewhere than its row says: "
                 return cluster.diagnosis(0.97, said + sign.detail, sign, *sign.evidence, cause=sign.event)
         elif sign.bits & CONTENT or sign.kind in ("hit_never_written", "hit_differs"):
@@ -59,18 +59,6 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
                 said = f"{sign.reader} looks for position {sign.position} in {sign.place} in {sign.when}, which its row names; it had "
                 said += f"written it to slot {own[1]} in event {own[0]}"
                 return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
-    return None
-
-
-def _over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:
-    """Return the sign of a slot that a request has written for two positions, the later one in a sign's event for its position."""
-    wrote = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
-    if wrote is None or wrote[0] != sign.event:
-        return None
-    for other in cluster.signs:
-        mine = other.slot == wrote[1] and (other.request_id, other.position) != (sign.request_id, sign.position)
-        if mine and other.request_id == sign.request_id and cluster.was_given(other):
-            return other
     return None
 
 

@@ -8,10 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import build_store, open_report
-from kvcanary.analysis.incidents.cluster import BRANCHES
+from kvcanary.analysis.incidents import gathering
+from kvcanary.analysis.incidents.cluster import BRANCHES, Cluster
 from kvcanary.analysis.incidents.finding import find_incidents, write_incidents
 from kvcanary.analysis.incidents.rules import RULES, UNKNOWN
 from kvcanary.analysis.store.sources import find_sources
+
+from .conftest import replay_all
 
 # kind: the lab's fault, its configuration, and a seed in which it has an effect
 TRIALS = {
@@ -30,7 +33,7 @@ TRIALS = {
     "radix_insert_then_free": ("radix_insert_then_free", "mha", 3),
     "hit_before_written": ("hit_before_written", "twins", 1),
     "tokens_truncated_hash_kept": ("tokens_truncated_hash_kept", "mla", 3),
-    "adapter_not_in_key": ("adapter_not_in_key", "adapters", 2),
+    "identity_not_in_key": ("adapter_not_in_key", "adapters", 2),
     "state_restored_for_other_prefix": ("state_restored_for_other_prefix", "recurrent", 2),
     "layer_changed": ("late_layer_overwritten", "layers", 2),
     "bad_values_written": ("nan_written", "layers", 2),
@@ -74,7 +77,7 @@ def any_report(tried):
 # Kinds that no fault of the lab makes: tests/corpus has traces of bugs that do.
 IN_THE_CORPUS = {
     *("stale_prefix_hit", "scheduled_after_retraction", "shared_page_written", "prefix_not_computed"),
-    *("host_copy_overwritten", "copy_failed", "position_off"),
+    *("host_copy_overwritten", "copy_failed", "position_off", "cache_kept_over_new_weights"),
 }
 # ... and those that only a load shows that goes on beside the forwards: test_copies.py, and vLLM's conformance runs.
 BESIDE_FORWARDS = {"load_landed_elsewhere", "read_before_landed"}
@@ -192,3 +195,20 @@ def test_without_the_trace_the_kind_is_less_certain(tried):
     [without] = find_incidents(trial.reports[0], []).rows
     assert without["kind"] == with_trace["kind"] == "req_to_token"
     assert without["score"] < with_trace["score"]
+
+
+def test_a_row_that_names_what_was_joined_for_ones_own_is_not_stale(tried):
+    """A draft model reads a page that its request took over from the cache in the place of the one it had computed."""
+    trial = tried("tokens_truncated_hash_kept", "eagle", 7)
+    first = find_incidents(trial.reports[0], trial.traces).rows[0]
+    assert first["kind"] == "tokens_truncated_hash_kept", first["sentence"]
+
+
+def test_a_write_over_ones_own_slot_needs_no_recorded_allocation(tmp_path, monkeypatch):
+    """With a KV connector vLLM's allocations are not recorded: the slots that were written before say enough."""
+    trace = Path(__file__).parents[3] / "data" / "corpus" / "vllm-chunk_gets_first_blocks.arrow"
+    replay_all([trace], [tmp_path / "report"])
+    monkeypatch.setattr(gathering._Gathering, "_note", lambda *_: None)
+    monkeypatch.setattr(Cluster, "complete", property(lambda _: False))
+    first = find_incidents(tmp_path / "report", [trace]).rows[0]
+    assert (first["kind"], first["confidence"]) == ("slot_mapping", "high"), first["sentence"]
