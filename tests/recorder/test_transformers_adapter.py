@@ -88,6 +88,35 @@ def test_the_environment_attaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_clean(path)
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("KVCANARY_CAPTURE_BYTES", "many", "KVCANARY_CAPTURE_BYTES is 'many', expected"),
+        ("KVCANARY_CAPTRUE_BYTES", "16", "did you mean KVCANARY_CAPTURE_BYTES?"),
+        ("KVCANARY_TRACE", "/dev/null/traces", "/dev/null"),
+        ("KVCANARY_CONFIG", "/dev/null/no.toml", "the settings cannot be read"),
+        ("KVCANARY_ORACLE", "no_such_module:sampler", "no_such_module"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_of_the_log_and_the_engine_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variable: str,
+    text: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv("KVCANARY_TRACE", str(tmp_path / "traces"))
+    monkeypatch.setenv(variable, text)
+    attachment = attach_from_environment()
+    if attachment is not None:  # an oracle is looked up when an engine begins to step
+        with attachment:
+            generate(model("llama"))
+    (record,) = [one for one in caplog.records if one.name.startswith("kvcanary") and one.levelname == "ERROR"]
+    assert said in record.getMessage() and "not recording" in record.getMessage()
+    assert attachment is not None or record.exc_info is None
+
+
 @pytest.mark.parametrize("options", [{}, {"segment_ns": 10**12}], ids=["one file", "segments"])
 def test_a_name_that_is_taken_before_the_first_step(tmp_path: Path, options: dict[str, Any]) -> None:
     taken = tmp_path / ("t.000000.arrow" if options else "t.arrow")

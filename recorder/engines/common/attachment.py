@@ -136,8 +136,16 @@ def begin_plugin(engine: str, package: str) -> None:
         try:
             share_run_id()
             importlib.import_module(".hooks", package).install()
-        except Exception:
-            logger.exception("kvcanary: not recording: the %s adapter could not be set up", engine)
+        except Exception as error:  # noqa: BLE001  # the engine comes first
+            not_recording(engine, error)
+
+
+def not_recording(engine: str, error: Exception) -> None:
+    """Say in the log why an adapter records nothing: one line for what its operator can change, a traceback for the rest."""
+    if isinstance(error, (ValueError, OSError, ImportError)):
+        logger.error("kvcanary: not recording: %s", error)
+    else:
+        logger.error("kvcanary: not recording: the %s adapter could not be set up", engine, exc_info=error)
 
 
 def settings_here() -> RecordingSettings | None:

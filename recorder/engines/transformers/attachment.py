@@ -17,7 +17,7 @@ from ...process.injection import Injection
 from ...process.settings import RecordingSettings
 from ...writing.sampling import sampled_header
 from ...writing.trace_file import begin_new
-from ..common.attachment import EngineAttachment, settings_here
+from ..common.attachment import EngineAttachment, not_recording, settings_here
 from ..common.hooking import Around, Finish, beside, harmless
 from .recording import TransformersRecording
 
@@ -243,12 +243,17 @@ def attach_from_environment() -> TransformersAttachment | None:
     """Record from now on, if `KVCANARY_TRACE` or a file of settings asks for it; None if nothing does.
 
     The trace is `transformers-<UTC time>-<pid>.arrow` in the folder named. Of the settings, `sweep_every` and `history`
-    have no meaning here.
-
-    Raises:
-        ValueError, ImportError: as `attach` does, or a setting is wrong.
-        OSError: the folder cannot be made.
+    have no meaning here. Never raises: what is wrong with a setting, or with the folder, the log says, and the engine runs
+    unrecorded.
     """
+    try:
+        return _attached_as_set()
+    except Exception as error:  # noqa: BLE001  # the engine comes first
+        not_recording("transformers", error)
+        return None
+
+
+def _attached_as_set() -> TransformersAttachment | None:
     settings = settings_here()
     if settings is None:
         return None
