@@ -5,6 +5,8 @@ record`, in this process and in those that it starts. pytest imports this module
 so it imports nothing of weight.
 """
 
+import fcntl
+import itertools
 import json
 import os
 import shlex
@@ -43,21 +45,40 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put the recorder's settings into the environment, where engines of this process and others find them."""
     if config.getoption("--kvcanary") or config.getini(_NAME):
         worker = getattr(config, "workerinput", {}).get("workerid", "main")
-        folder = (
-            Path(config.getoption("--kvcanary-dir") or config.rootpath / ".kvcanary" / "pytest").absolute() / worker
-        )
-        config.pluginmanager.register(KvCanary(folder, keep=config.getoption("--kvcanary-keep")), "kvcanary-session")
+        top = Path(config.getoption("--kvcanary-dir") or config.rootpath / ".kvcanary" / "pytest").absolute()
+        folder, lock = _own_folder(top, worker)
+        keep = config.getoption("--kvcanary-keep")
+        config.pluginmanager.register(KvCanary(folder, lock, keep=keep), "kvcanary-session")
+
+
+def _own_folder(top: Path, worker: str) -> tuple[Path, int]:
+    """Make a folder that no other run records into now: `worker`, or `worker-2` and so on; return it with its open lock.
+
+    Engines that were forked hold the lock too: what goes on behind a run that was killed is not judged by the next one.
+    """
+    for number in itertools.count(1):
+        folder = top / (worker if number == 1 else f"{worker}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        except OSError:  # no locks on this file system
+            pass
+        break
+    return folder, lock
 
 
 class KvCanary:
-    """Judges after each test what changed in `folder`, which is a pytest-xdist worker's own."""
+    """Judges after each test what changed in `folder`, which is this run's own, and one pytest-xdist worker's, by its `lock`."""
 
-    def __init__(self, folder: Path, *, keep: bool) -> None:
+    def __init__(self, folder: Path, lock: int, *, keep: bool) -> None:
         from ..recorder.process.environment import TRACE
         from ..recorder.process.settings import PREFIX
 
-        self._folder, self._keep = folder, keep
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._lock, self._keep = folder, lock, keep
         for path in (one for pattern in _OURS for one in folder.glob(pattern)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -72,10 +93,11 @@ class KvCanary:
         self._known: dict[str, int] = {}  # violations and findings of each recording so far
 
     def pytest_unconfigure(self) -> None:
-        """Put the environment back."""
+        """Put the environment back, and let go of the folder."""
         for name in self._mine:
             os.environ.pop(name, None)
         os.environ.update(self._before)
+        os.close(self._lock)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:

@@ -1,6 +1,8 @@
 """The pytest plugin: a test whose engine damages its KV cache fails, with the sentence of the incident."""
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -60,6 +62,26 @@ def test_an_incident_fails_its_test(tmp_path: Path) -> None:
     kept = sorted(path.name for path in (tmp_path / ".kvcanary").rglob("*.arrow"))
     assert kept == ["child.arrow", "damaged.arrow"] and mine.read_text() == "mine"
     assert "3 replay(s) after 3 test(s): 1 clean, 2 corrupt" in done.stdout
+
+
+def test_runs_beside_one_another_judge_their_own_engines(tmp_path: Path) -> None:
+    """A run that begins while another one is under way takes none of its traces, in the same folder."""
+    theirs = tmp_path / "traces" / "main"
+    theirs.mkdir(parents=True)
+    shutil.copy(DATA / "kv_flip.arrow", theirs / "theirs.arrow")
+    lock = os.open(theirs, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = pytest_run(tmp_path, "--kvcanary", "--kvcanary-dir", "traces", "-k", "clean or without")
+    finally:
+        os.close(lock)
+    assert "2 passed" in done.stdout, done.stdout
+    assert "1 replay(s) after 1 test(s): 1 clean" in done.stdout
+    assert (theirs / "theirs.arrow").exists()
+    assert not [*(tmp_path / "traces" / "main-2").glob("*.arrow")]
+    done = pytest_run(tmp_path, "--kvcanary", "--kvcanary-dir", "traces", "-k", "clean or without")
+    assert "1 replay(s) after 1 test(s): 1 clean" in done.stdout, done.stdout
+    assert not (theirs / "theirs.arrow").exists(), "left by a run that is over"
 
 
 def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
