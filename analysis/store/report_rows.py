@@ -1,5 +1,7 @@
 """A report's row in the table of all reports, and how it comes there. It loads no DuckDB: the workers of a fleet do without."""
 
+import hashlib
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -10,8 +12,9 @@ import pyarrow as pa
 from ...recorder.files import replace_file
 from ...recorder.remote import RemotePath, as_path, put
 from .sources import read_summary
-from .table_files import UNKNOWN, parquet_file
+from .table_files import parquet_file
 
+UNKNOWN: Final = "unknown"
 MARK: Final = "kvcanary-reports.json"  # at the top of a table
 _MARK_TEXT: Final = b'{"kvcanary_reports": 1}\n'
 
@@ -99,7 +102,7 @@ def _row(summary: dict[str, Any], node: str) -> dict[str, Any]:
     return {
         **{name: summary.get(name) for name in (*_COUNTED, "trace", "verdict", "complete", "doubts")},
         **{name: (summary.get("ranks") or {}).get(name) for name in _RANKS},
-        "report_id": quote(trace_id, safe="") + part,
+        "report_id": (quote(trace_id, safe="") if trace_id != UNKNOWN else _name_of(summary)) + part,
         "trace_id": trace_id,
         "node": node,
         "began": _time(summary.get("first_time_ns")),
@@ -113,6 +116,12 @@ def _row(summary: dict[str, Any], node: str) -> dict[str, Any]:
         "sampled_servers": sampling.get("servers"),
         "sampled_windows": sampling.get("windows"),
     }
+
+
+def _name_of(summary: dict[str, Any]) -> str:
+    """Return an id of a report whose trace has none, of an old format: from where the trace lies, when it began, and its rank."""
+    known = [str(summary.get("trace")), summary.get("first_time_ns"), summary.get("ranks")]
+    return f"{UNKNOWN}-{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _time(time_ns: Any) -> datetime | None:

@@ -1,7 +1,8 @@
 """The files of a table of reports: written with a checksum over all of it, and read by it before a row counts.
 
 The checksum lies between the rows and Parquet's footer, where no reader looks: `MAGIC`, and the CRC-32C of the rest in four bytes,
-little-endian. Files of older versions, and of others, have none; of those everything is read once instead.
+little-endian. A file without one, of an older version or another program, is not read: in Parquet's readers a changed bit may end
+the process.
 """
 
 import io
@@ -21,9 +22,10 @@ from ...recorder.errors import first_line
 MAGIC: Final = b"KVCANCRC"
 _SUM: Final = struct.Struct("<I")
 _TAIL: Final = struct.Struct("<I4s")  # the footer's length, and Parquet's own magic
-UNKNOWN: Final = "unknown"  # the id of a report whose trace has none
 _READERS: Final = 16
-_LARGE_BYTES: Final = 1 << 26  # of a file that no report makes the footer alone is read
+_LARGE_BYTES: Final = 1 << 28  # no report makes so large a file
+_OF_A_ROW: Final = ("report_id", "ended")
+_REMAKE: Final = "collect its report again (kvcanary collect), which puts one there that can be checked"
 
 
 def parquet_file(rows: pa.Table, *, packed: bool) -> bytes:
@@ -46,38 +48,38 @@ def sound_files(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the files of the table in the folder `top` to be read, in order, and of those that are left out why.
 
-    Of sound files of one report, in several partitions, the newest is taken: it has been copied, or its first forward came later.
+    Of sound files of one report, in several partitions, the newest is taken: its recording goes on longer, or it was written later.
     """
     found = [one for one in listed if one.is_file and one.path.endswith(".parquet")]
     found = sorted((one for one in found if "/." not in one.path.removeprefix(top)), key=lambda one: one.path)
     problems: dict[str, str] = {}
-    newest: dict[str, pyarrow.fs.FileInfo] = {}
-    for file, (why, report_id) in zip(found, _looked_at(filesystem, found, schema), strict=True):
+    newest: dict[str, tuple[Any, ...]] = {}
+    for file, (why, row) in zip(found, _looked_at(filesystem, found, schema), strict=True):
         if why:
             problems[file.path] = why
-        else:  # by report, and what is nobody's alone by itself: rows that others wrote, reports whose trace has no id
-            key = file.path if report_id in ("", UNKNOWN) else report_id
-            newest[key] = max(newest.get(key, file), file, key=_age)
-    return sorted(one.path for one in newest.values()), problems
+        else:
+            report_id = row["report_id"] or file.path
+            ended = row["ended"].timestamp() if row["ended"] is not None else 0.0
+            age = (ended, file.mtime_ns or 0, file.path)
+            newest[report_id] = max(newest.get(report_id, age), age)
+    return sorted(path for *_, path in newest.values()), problems
 
 
-def _age(file: pyarrow.fs.FileInfo) -> tuple[int, str]:
-    return (file.mtime_ns or 0, file.path)
+def _looked_at(
+    filesystem: Any, files: Sequence[pyarrow.fs.FileInfo], schema: pa.Schema
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return of each file why it is left out, if it is, and its report's id and end."""
 
-
-def _looked_at(filesystem: Any, files: Sequence[pyarrow.fs.FileInfo], schema: pa.Schema) -> Iterator[tuple[str, str]]:
-    """Return of each file why it is left out, if it is, and whose report it is, if it is one's."""
-
-    def look(file: pyarrow.fs.FileInfo) -> tuple[str, str]:
+    def look(file: pyarrow.fs.FileInfo) -> tuple[str, dict[str, Any]]:
+        if file.size > _LARGE_BYTES:
+            return f"it has {file.size:,} bytes, and is no report's row", {}
         try:
             with filesystem.open_input_file(file.path) as source:
-                if file.size > _LARGE_BYTES:
-                    return _misfit(pq.ParquetFile(source), file.path, schema)
                 content = source.read()
             damage = _damage(content)
-            return (damage, "") if damage else _misfit(pq.ParquetFile(pa.BufferReader(content)), file.path, schema)
+            return (damage, {}) if damage else _misfit(pq.ParquetFile(pa.BufferReader(content)), file.path, schema)
         except (OSError, pa.ArrowException, ValueError) as error:  # a name that is no UTF-8 is a ValueError
-            return first_line(error), ""
+            return first_line(error), {}
 
     with ThreadPoolExecutor(_READERS) as readers:
         yield from readers.map(look, files)
@@ -88,8 +90,7 @@ def _damage(content: bytes) -> str:
     if len(content) < _TAIL.size:
         return f"it has {len(content)} bytes, and is no Parquet file"
     if MAGIC not in content:
-        pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
-        return ""
+        return f"it has no checksum, as if an older version or another program wrote it; {_REMAKE}"
     at = _footer_at(content) - _SUM.size
     if at >= len(MAGIC) and content[at - len(MAGIC) : at] == MAGIC:
         [expected] = _SUM.unpack_from(content, at)
@@ -98,26 +99,16 @@ def _damage(content: bytes) -> str:
     return "it is damaged: its checksum does not hold"
 
 
-def _misfit(file: pq.ParquetFile, path: str, schema: pa.Schema) -> tuple[str, str]:
-    """Say what of a file's columns is not as this version knows it, or that it is a copy; and whose report it is."""
+def _misfit(file: pq.ParquetFile, path: str, schema: pa.Schema) -> tuple[str, dict[str, Any]]:
+    """Say what of a sound file's columns is not as this version knows it, or that it is a copy; and whose report it is."""
     for column in file.schema_arrow:
         at = schema.get_field_index(column.name)
         if at >= 0 and not _fits(column.type, schema.field(at).type):
-            return f"its column {column.name} is {column.type}, expected {schema.field(at).type}", ""
-    owner, name = _report_id(file.metadata), PurePosixPath(path).stem
-    return (f"it is a copy of {owner}.parquet" if owner not in ("", name) else ""), owner
-
-
-def _report_id(metadata: pq.FileMetaData) -> str:
-    """Return the report of a file of one row, by its footer; "" if that does not say."""
-    if metadata.num_rows != 1:
-        return ""
-    group = metadata.row_group(0)
-    for index in range(group.num_columns):
-        column = group.column(index)
-        if column.path_in_schema == "report_id" and column.statistics is not None and column.statistics.has_min_max:
-            return str(column.statistics.min)
-    return ""
+            return f"its column {column.name} is {column.type}, expected {schema.field(at).type}", {}
+    there = [name for name in _OF_A_ROW if name in file.schema_arrow.names and file.metadata.num_rows == 1]
+    row = dict.fromkeys(_OF_A_ROW) | (file.read(there).to_pylist()[0] if there else {})
+    owner, name = row["report_id"], PurePosixPath(path).stem
+    return (f"it is a copy of {owner}.parquet" if owner and owner != name else ""), row
 
 
 def _fits(given: pa.DataType, known: pa.DataType) -> bool:

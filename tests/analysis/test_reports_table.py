@@ -1,6 +1,5 @@
 """Reports of many recordings in one table: nothing twice, nothing half, and what is damaged is left out and named."""
 
-import io
 import json
 import os
 import random
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.store.reports_table import QUESTIONS, open_table
+from kvcanary.analysis.store.table_files import parquet_file
 
 from ..support.commands import run
 
@@ -101,7 +101,7 @@ def test_what_is_collected_again_is_there_once(table: Path, tmp_path: Path) -> N
 def test_a_damaged_file_is_left_out_and_named(table: Path) -> None:
     good, other, *_ = sorted(table.rglob("*.parquet"))
     good.write_bytes(good.read_bytes()[:200])
-    pq.write_table(pa.table({"verdict": [1]}), other)
+    other.write_bytes(parquet_file(pa.table({"verdict": [1]}), packed=False))
     done = run("sql", table, "select count(*) as n from reports", "--json")
     assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 1}])
     notes = done.stderr.splitlines()
@@ -109,28 +109,36 @@ def test_a_damaged_file_is_left_out_and_named(table: Path) -> None:
 
 
 def test_no_changed_bit_changes_an_answer(table: Path) -> None:
-    """With a checksum each is found; without one, as older versions wrote it, what cannot be read takes no other row with it."""
     query = "select report_id, verdict, tokens, began, coverage from _reports order by report_id"
     with open_table(table) as session:
         whole = session.sql(query).to_pylist()
     one = sorted(table.rglob("*.parquet"))[0]
     good = one.read_bytes()
-    plain = io.BytesIO()
-    pq.write_table(pq.read_table(one, partitioning=None), plain, compression="zstd")
     rng = random.Random(0)
     name = good.rindex(b"report_id")  # in the footer, where it would be no UTF-8 any more
-    for content, least in ((good, 40), (plain.getvalue(), 0)):
-        left_out = 0
-        for number in range(40):
-            at = rng.randrange(len(content)) if number else name
-            bit = 1 << rng.randrange(8) if number else 1 << 7
-            one.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
-            with open_table(table) as session:
-                rows = session.sql(query).to_pylist()
-                left_out += len(session.problems)
-            assert len(rows) == len(whole) - len(session.problems)
-            assert not least or all(row in whole for row in rows)
-        assert left_out >= least
+    for number in range(40):
+        at = rng.randrange(len(good)) if number else name
+        bit = 1 << rng.randrange(8) if number else 1 << 7
+        one.write_bytes(good[:at] + bytes([good[at] ^ bit]) + good[at + 1 :])
+        with open_table(table) as session:
+            rows = session.sql(query).to_pylist()
+            assert len(session.problems) == 1
+        assert len(rows) == len(whole) - 1 and all(row in whole for row in rows)
+
+
+def test_a_file_without_a_checksum_is_not_read_and_can_be_made_anew(table: Path, tmp_path: Path) -> None:
+    """In Parquet's readers a changed bit may end the process: nothing of such a file reaches them."""
+    for one in table.rglob("*.parquet"):
+        pq.write_table(pq.read_table(one, partitioning=None), one, compression="zstd")
+        content = one.read_bytes()
+        one.write_bytes(content[:-9] + bytes([content[-9] ^ 0x40]) + content[-8:])
+    done = run("sql", table, "select count(*) as n from reports", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, [{"n": 0}])
+    assert done.stderr.count("it has no checksum") == 3
+    assert done.stderr.count("collect its report again (kvcanary collect)") == 3
+    assert run("collect", tmp_path / "reports", table).returncode == 0
+    done = run("sql", table, "select count(*) as n from reports", "--json")
+    assert (json.loads(done.stdout), done.stderr) == ([{"n": 3}], "")
 
 
 def test_a_clock_that_was_put_back_takes_nothing_from_others_time(table: Path, tmp_path: Path) -> None:
@@ -165,19 +173,28 @@ def test_a_damaged_copy_hides_no_sound_one(table: Path) -> None:
     assert ask(table, "select count(*) as n from reports where verdict = 'corrupt'") == [[2]]
 
 
-def test_files_of_one_name_that_are_no_copies_are_all_read(table: Path, tmp_path: Path) -> None:
-    """Rows that another tool wrote in partitions, and reports of traces that have no id."""
-    row = pq.read_table(sorted(table.rglob("*.parquet"))[0], partitioning=None)
-    for day, number in (("2026-01-01", 0), ("2026-01-02", 1)):
-        folder = table / f"day={day}" / "engine=a" / "version=1" / "model=m"
-        folder.mkdir(parents=True)
-        ids = [[f"x{number}"], [f"y{number}"]]
-        rows = [row.set_column(row.schema.get_field_index("report_id"), "report_id", [one]) for one in ids]
-        pq.write_table(pa.concat_tables(rows), folder / "data_0.parquet")
-    for day in (4, 5):
-        report = write_report(tmp_path / f"day{day}", "nobody", day=day, trace_id=None)
+def test_of_copies_the_one_counts_whose_recording_goes_on_longer(table: Path, tmp_path: Path) -> None:
+    """Whenever the files were copied: `cp` and `aws s3 sync` give each a new time."""
+    for day, verdict, age in ((0, "corrupt", 1), (None, "inconclusive", 0)):
+        began = BEGIN_NS if day is not None else 0
+        more = {"first_time_ns": began, "last_time_ns": began and began + 60 * 10**9, "verdict": verdict}
+        report = write_report(tmp_path / f"day{day}", "g1", **more)
         assert run("collect", report, table).returncode == 0
-    assert ask(table, "select count(*) as n from reports") == [[3 + 4 + 2]]
+        for one in table.rglob("g1.parquet"):
+            if (began == 0) == ("day=unknown" in str(one)):
+                os.utime(one, (2_000_000_000 - age, 2_000_000_000 - age))
+    assert len([*table.rglob("g1.parquet")]) == 2
+    assert ask(table, "select verdict from reports where trace_id = 'g1'") == [["corrupt"]]
+
+
+def test_reports_of_traces_without_an_id_stand_beside_one_another(table: Path, tmp_path: Path) -> None:
+    """Traces of old formats have none; what is collected again takes the place of itself."""
+    for trace, day in (("p1", 4), ("p2", 4), ("p1", 5)):
+        report = write_report(tmp_path / f"day{day}", trace, day=day, trace_id=None)
+        for _ in range(2):
+            assert run("collect", report, table).returncode == 0
+    found = ask(table, "select trace, day::varchar from reports where trace_id = 'unknown' order by all")
+    assert [trace for trace, _ in found] == ["/traces/node-p/p1.arrow"] * 2 + ["/traces/node-p/p2.arrow"]
 
 
 def test_a_table_may_lie_in_a_hidden_folder(table: Path, tmp_path: Path) -> None:
@@ -192,7 +209,8 @@ def test_a_table_may_lie_in_a_hidden_folder(table: Path, tmp_path: Path) -> None
 def test_older_and_newer_files_are_read_together(table: Path) -> None:
     one = sorted(table.rglob("*.parquet"))[0]
     rows = pq.read_table(one, partitioning=None)
-    pq.write_table(rows.drop_columns(["lost_events"]).append_column("of_tomorrow", pa.array([1])), one)
+    rows = rows.drop_columns(["lost_events"]).append_column("of_tomorrow", pa.array([1]))
+    one.write_bytes(parquet_file(rows, packed=False))
     assert ask(table, "select count(*), count(lost_events) from reports") == [[3, 0]]
 
 
@@ -227,7 +245,7 @@ def test_older_incidents_of_fewer_columns_are_read_as_well(table: Path) -> None:
     rows = pq.read_table(one, partitioning=None)
     older = [{"kind": row["kind"], "of_tomorrow": 1} for row in rows["incidents"][0].as_py()]
     at = rows.column_names.index("incidents")
-    pq.write_table(rows.set_column(at, "incidents", pa.array([older])), one)
+    one.write_bytes(parquet_file(rows.set_column(at, "incidents", pa.array([older])), packed=False))
     assert ask(table, "select count(*), count(title) from incidents") == [[4, 2]]
     pq.write_table(rows.set_column(at, "incidents", pa.array([[{"kind": 1}]])), one)
     assert ask(table, "select count(*) from incidents") == [[2]]
