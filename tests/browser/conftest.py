@@ -2,14 +2,14 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
+from ..support.commands import run
 from ..support.places import DATA
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE_MS = 300_000  # of each wait; what a test waits for comes, however loaded the machine is
 QUIET = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -37,20 +37,13 @@ def replayed(trace, folder):
     copies = [
         shutil.copy(path, folder / path.name) for path in (original.parent.glob("*.arrow") if pair else [original])
     ]
-    done = kvcanary("replay", "--quiet", *copies)
+    done = run("replay", "--quiet", *copies)
     assert done.returncode in (0, 1), done.stderr
     return folder / f"{original.stem}.report"
 
 
-def kvcanary(*arguments):
-    code = "from kvcanary.cli import kvcanary_main; kvcanary_main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-
-
 def made_page(report):
-    done = kvcanary("page", report)
+    done = run("page", report)
     assert done.returncode == 0, done.stderr
     return report / "report.html"
 
@@ -88,6 +81,7 @@ def show(browser):
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light",
             has_touch=width < 600, reduced_motion="reduce",
         )  # fmt: skip
+        context.set_default_timeout(PATIENCE_MS)
         address = path.absolute().as_uri()
         page = context.new_page()
         watched = Watched(page, silent=silent)

@@ -3,7 +3,7 @@
 import pytest
 
 from ..analysis.test_reports_table import write_report
-from .conftest import kvcanary
+from ..support.commands import run
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,8 @@ def fleet(tmp_path_factory):
             folder / "reports", f"t{number}", version=f"0.3{number % 3}", day=number % 6, kinds=kinds, sampling=node
         )
     (folder / "reports" / "t5.report" / "report.html").write_text("<h1>its own page</h1>")
-    assert kvcanary("collect", folder / "reports", folder / "table").returncode == 0
-    done = kvcanary("fleet", "page", folder / "table", "-o", folder / "fleet.html")
+    assert run("collect", folder / "reports", folder / "table").returncode == 0
+    done = run("fleet", "page", folder / "table", "-o", folder / "fleet.html")
     assert done.returncode == 0, done.stderr
     return folder / "fleet.html"
 

@@ -32,9 +32,8 @@ def test_every_trace_in_data_shows_itself(pages, show, trace):
     page = show(made)
     verdict = page.inner_text("#verdict-word")
     assert verdict == json.loads((made.parent / "summary.json").read_text())["verdict"].upper()
-    assert "undefined" not in page.inner_text("main")
-    assert "[object" not in page.inner_text("main")
-    assert "NaN" not in page.inner_text("main")
+    text = page.inner_text("main").replace("NaN, infinity", "")  # what a check looks for
+    assert not [word for word in ("undefined", "[object", "NaN") if word in text]
     pictures = page.locator(".plot svg")
     assert pictures.count() >= (3 if verdict == "CLEAN" else 4)
     for number in range(pictures.count()):
@@ -244,13 +243,14 @@ def test_themes(pages, show, dark):
     light, night = "rgb(245, 246, 248)", "rgb(13, 17, 23)"
     assert page.evaluate(ground) == (night if dark else light)
     axis = "getComputedStyle(document.querySelector('#slots .plot text')).fill"
-    seen = {page.evaluate(axis)}
+    shown = night if dark else light
     for wanted in (light, night):
+        before = page.evaluate(axis)
         page.click("#theme")
         assert page.evaluate(ground) == wanted
-        page.wait_for_timeout(400)
-        seen.add(page.evaluate(axis))
-    assert len(seen) == 2  # the pictures follow
+        if wanted != shown:  # the pictures follow
+            page.wait_for_function(f"before => {axis} !== before", arg=before)
+        shown = wanted
     page.click("#theme")
     assert page.evaluate(ground) == (night if dark else light)
 
@@ -290,12 +290,15 @@ def test_the_policy_stops_what_gets_in_all_the_same(pages, show):
     stopped = page.evaluate(
         """async () => {
             const seen = [];
-            document.addEventListener('securitypolicyviolation', (event) => { seen.push(event.effectiveDirective); event.stopImmediatePropagation(); });
+            const stopped = new Promise((done) => document.addEventListener('securitypolicyviolation', (event) => {
+                event.stopImmediatePropagation();
+                if (seen.push(event.effectiveDirective) === 3) done();
+            }));
             const image = new Image();
             image.src = 'https://example.invalid/x.png';
             await fetch('https://example.invalid/').catch(() => {});
             document.body.append(Object.assign(document.createElement('script'), { textContent: 'window.hurt = 1' }));
-            await new Promise((done) => setTimeout(done, 200));
+            await stopped;
             return [seen.sort(), window.hurt ?? null];
         }"""
     )
