@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..bisect.bisection import Bisection, Report
     from ..bisect.criteria import Criterion
+    from ..bisect.environments import Environments
     from ..bisect.search import BisectVerdict
 
 MAX_SHOWN: Final = 12
@@ -211,10 +212,6 @@ def run_command(
     good: str | None,
     bad: str | None,
     versions: str | None,
-    env: str | None,
-    share: Path | None,
-    env_limit: float,
-    tries: int,
     timeout: float | None,
     log: Path,
     fresh: bool,
@@ -225,9 +222,8 @@ def run_command(
 
     def bisect(criterion: Criterion, report: Report) -> Bisection:
         from ... import __version__
-        from ...kernels.user_cache import user_cache
         from ..bisect.bisection import bisect_run
-        from ..bisect.environments import OWN, Environments, default_install, package_range, packages_of, released
+        from ..bisect.environments import package_range, released
         from ..bisect.log import BisectLog
         from ..bisect.trial import Command, listed_versions
         from ..bisect.versions import checked_out
@@ -236,8 +232,9 @@ def run_command(
             raise click.UsageError(
                 f"--timeout is {timeout}, expected seconds; without it a run may take as long as it likes"
             )
-        if not math.isfinite(env_limit):
-            raise click.UsageError(f"--env-limit is {env_limit}, expected GB; for no limit name more than the disk has")
+        if not math.isfinite(options["env_limit"]):
+            said = f"--env-limit is {options['env_limit']}, expected GB; for no limit name more than the disk has"
+            raise click.UsageError(said)
         package, first, last = package_range(versions or "")
         if not (good or first) or not (bad or last):
             raise click.UsageError("--good and --bad are needed, unless --versions is PACKAGE==A..B")
@@ -246,18 +243,8 @@ def run_command(
         if fresh:
             log.unlink(missing_ok=True)
         about = {"versions": names, "command": list(command), "criterion": criterion.key(), "kvcanary": __version__}
-        environments = None
-        if package or env:
-            shared = OWN if share is None else None if share == Path("none") else share.absolute()
-            if shared is not None and not packages_of(shared).is_dir():
-                raise click.UsageError(f"--share {share}: no virtual environment of this Python; expected one, or none")
-            environments = Environments(
-                folder=user_cache() / "environments",
-                install=env or default_install(package, shared),
-                share=shared,
-                limit_bytes=int(env_limit * 1e9),
-                progress=lambda text: say(f"     {text}", err=True),
-            )
+        environments = _environments(package, options["env"], options["share"], options["env_limit"])
+        if environments is not None:
             about["environments"] = environments.key()
         return bisect_run(
             names,
@@ -269,7 +256,7 @@ def run_command(
             ),
             criterion,
             BisectLog(log, about, checked_out() if versions is None else ""),
-            tries=tries,
+            tries=options["tries"],
             rule=options["vote"],
             report=report,
         )
@@ -315,6 +302,25 @@ def reset_command(log: Path) -> None:
             say(f"checked out {head}")
         log.unlink(missing_ok=True)
     say(f"{log}: {'removed' if lines else 'there was none'}")
+
+
+def _environments(package: str, env: str | None, share: Path | None, limit_gb: float) -> Environments | None:
+    """Return what makes a virtual environment for each version, None if neither a package nor a command is named for it."""
+    from ...kernels.user_cache import user_cache
+    from ..bisect.environments import OWN, Environments, default_install, packages_of
+
+    if not (package or env):
+        return None
+    shared = OWN if share is None else None if share == Path("none") else share.absolute()
+    if shared is not None and not packages_of(shared).is_dir():
+        raise click.UsageError(f"--share {share}: no virtual environment of this Python; expected one, or none")
+    return Environments(
+        folder=user_cache() / "environments",
+        install=env or default_install(package, shared),
+        share=shared,
+        limit_bytes=int(limit_gb * 1e9),
+        progress=lambda text: say(f"     {text}", err=True),
+    )
 
 
 def _label(version: str, named: Mapping[str, str]) -> str:

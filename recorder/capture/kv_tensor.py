@@ -81,10 +81,12 @@ class KvTensor:
             scale=scale,
         )
 
-    def sampling_stream(self, half: str, *, layers: tuple[int, ...], seed: int, dtype: str = "") -> KvStream:
+    def sampling_stream(
+        self, half: str, *, layers: tuple[int, ...], seed: int, dtype: str = "", scale: float = 0.0
+    ) -> KvStream:
         """Return a stream for the header that looks at 16 bytes of each slot, of another layer and place each; see `KvLayers`.
 
-        `dtype` is what the bytes are, if the tensors do not say it.
+        `dtype` is what the bytes are, if the tensors do not say it; `scale` what 8-bit values of all these layers are multiplied with.
         """
         return KvStream(
             half=half,
@@ -94,6 +96,7 @@ class KvTensor:
             capture_bytes=KV_ALIGN_BYTES,
             seed=seed,
             dtype=dtype or str(self.tensors[0].dtype).removeprefix("torch."),
+            scale=scale,
         )
 
     def same_memory(self, other: "KvTensor") -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.layers import watched_bytes
-from ...kernels.ops.token_rows.encoding import ITEM_BYTES, float_values
+from ...kernels.ops.token_rows.encoding import ITEM_BYTES
+from ...kernels.ops.token_rows.reference import Encoding, encoding_of, stored_values, too_far
 from ...recorder.errors import TraceError
 from ...recorder.trace.header import SAMPLE_BYTES, KvStream, TraceHeader
 from ...recorder.trace.schema import LOGPROB_KINDS
@@ -19,7 +20,6 @@ from .first_layer import FloatArray, without_triton
 from .logprobs import LogprobDiffers, LogprobsCompared, comparable, compare
 from .request_walk import RequestWalk, Seen
 from .whole_model import Model, Piece
-from .written import ROUNDING
 
 _USUAL: Final = 8.0  # times what most of a layer is off by
 AGREES, CACHE, COMPUTE, ORDER, INPUT = "agrees", "cache", "compute", "order", "input"
@@ -205,17 +205,23 @@ def _comparable(
     """Yield what the model can be asked about of what was seen, with what of the stream changed; say why of the rest."""
     for stream, data, changed in zip(header.groups[seen.group].streams, seen.data, seen.changed, strict=True):
         dtype = stream.dtype or header.model.dtype
-        if dtype not in ROUNDING:
-            _say(found, f"values of {dtype or 'an unknown type'}: rerun compares those of {', '.join(ROUNDING)}")
+        encoding = encoding_of(dtype, stream.scale)
+        if encoding is None:
+            _say(
+                found, f"values of {dtype or 'an unknown type'}: nobody says what they are, or by what they are scaled"
+            )
             continue
         known = (seen.positions < size) & data.any(axis=1)
-        for piece in _pieces(stream, seen.slots, data, dtype):
+        for piece in _pieces(stream, seen.slots, data, encoding):
             there = known[piece.of]
+            if encoding.quantised and not stream.samples and piece.layer != stream.layer_of(0):
+                _say(found, f"{encoding.dtype} of layers behind a stream's first: nobody says by what they are scaled")
+                continue
             if piece.layer >= model.num_layers and there.any():
                 _say(found, f"layers from {model.num_layers} on: the checkpoint has no more")
             if piece.layer >= model.num_layers or not there.any():
                 continue
-            ends = piece.begins + piece.data.shape[1] // ITEM_BYTES[dtype]
+            ends = piece.begins + piece.data.shape[1] // ITEM_BYTES[encoding.dtype]
             there &= ends <= model.width(
                 piece.layer, stream.half, header.ranks
             )  # MLA's rotary part lies behind the latent
@@ -236,10 +242,10 @@ def _compare(
         if not known.all():
             _say(found, "positions for which the checkpoint gives NaN or infinity")
         piece = _chosen(given, known | changed[given.of])
-        values = float_values(piece.data, piece.dtype)
+        values = stored_values(piece.data, piece.encoding)
         columns = piece.begins[:, None] + np.arange(values.shape[1])
         positions = seen.positions[piece.of]
-        off = np.abs(values - rows[positions[:, None], columns]).max(axis=1, initial=0)
+        off = np.maximum(too_far(values, rows[positions[:, None], columns], piece.encoding), 0).max(axis=1, initial=0)
         share = off / np.maximum(tolerance[positions], 1e-30)
         shares.setdefault(piece.layer, []).append(share[np.isfinite(share)])
         share = np.where(changed[piece.of] | np.isnan(share), np.inf, share)
@@ -278,20 +284,21 @@ def _say(found: Rerun, why: str) -> None:
         found.not_compared.append(why)
 
 
-def _pieces(stream: KvStream, slots: Int64Array, data: ByteArray, dtype: str) -> Iterator[Piece]:
+def _pieces(stream: KvStream, slots: Int64Array, data: ByteArray, encoding: Encoding) -> Iterator[Piece]:
     """Yield by layer which of the slots a stream shows, and their bytes."""
     everything = np.arange(len(slots))
     if not stream.samples:
         layers = stream.layers or (stream.layer,)
         zero = np.zeros(len(slots), np.int64)
         for layer, part in zip(layers, np.split(data, len(layers), axis=1), strict=True):
-            yield Piece(stream.half, layer, dtype, everything, zero, np.ascontiguousarray(part))
+            yield Piece(stream.half, layer, encoding, everything, zero, np.ascontiguousarray(part))
         return
     count, chunks = len(stream.layers), stream.num_chunks
     looked = watched_bytes(slots, seed=stream.seed, num_layers=count, num_chunks=chunks, backend="cpu")
     for index, layer in enumerate(stream.layers):
         of = everything[looked[:, 0] == index]
-        yield Piece(stream.half, layer, dtype, of, looked[of, 1] * (SAMPLE_BYTES // ITEM_BYTES[dtype]), data[of])
+        first = looked[of, 1] * (SAMPLE_BYTES // ITEM_BYTES[encoding.dtype])
+        yield Piece(stream.half, layer, encoding, of, first, data[of])
 
 
 def _fault(walk: RequestWalk, seen: Seen, at: int, tokens: Int64Array) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.ops.token_rows.reference import NEAR_LARGEST, Encoding
 from ...recorder.errors import TraceError, first_line
 from ...recorder.trace.header import Ranks
 from .first_layer import LEAST, NOISE, FloatArray, StopForwardError, load_one, of_rank, read_config
@@ -24,7 +25,7 @@ class Piece(NamedTuple):
 
     half: str
     layer: int
-    dtype: str
+    encoding: Encoding
     of: Int64Array
     begins: Int64Array
     data: ByteArray
@@ -143,8 +144,16 @@ class Model:
 
         heads = of_rank(self._heads(piece.layer, piece.half, precise=self._like_engine), ranks)
         at, first, raw = (torch.from_numpy(one).to(heads.device) for one in (positions, piece.begins, piece.data))
-        there = raw.view(getattr(torch, piece.dtype)).float()
+        encoding = piece.encoding
+        there = raw.view(getattr(torch, encoding.dtype)).float()
         rows = heads[at].float()
         columns = first[:, None] + torch.arange(there.shape[1], device=heads.device)
-        off = (there - rows.gather(1, columns)).abs().amax(dim=1)
+        right = rows.gather(1, columns)
+        if encoding.quantised:  # as kernels.ops.token_rows.too_far has it
+            much = right.abs()
+            off = (there * encoding.scale - right).abs() - (much * encoding.relative + encoding.absolute)
+            beyond = (encoding.largest > 0) & (much >= NEAR_LARGEST * encoding.largest)
+            off = torch.where(beyond, 0.0, off).amax(dim=1)
+        else:
+            off = (there - right).abs().amax(dim=1)
         return bool((off <= _OF_LEAST * LEAST * rows.abs().amax(dim=1)).all())

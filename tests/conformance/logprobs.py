@@ -15,7 +15,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from checkpoints import ENVIRONMENT, make_checkpoint, prompts
+from checkpoints import ENVIRONMENT
+from shapes import make_checkpoint, prompts
 
 FAULTS = ("none", "key")
 AT = 12  # the forward whose first token's key is changed

@@ -321,7 +321,11 @@ def _scale_of(runner: Any, number: int, half: str) -> float:
     for module in modules() if callable(modules) else ():
         if type(module).__name__ == "RadixAttention" and module.layer_id == number:
             name = "v_scale" if half == "V" else "k_scale"
-            found = 1.0 if getattr(module, name, None) is None else getattr(module, f"{name}_float", None)
+            found = getattr(module, name, None)
+            if found is None:
+                found = 1.0
+            elif not isinstance(found, float | int):  # a tensor, of which a number lies beside it
+                found = getattr(module, f"{name}_float", None)
             return float(found) if isinstance(found, float | int) and 0 < found < math.inf else 0.0
     return 0.0
 

@@ -21,6 +21,9 @@ from ..common.hooking import OnFault, wrap_method
 ALIGN_BYTES: Final = 16
 _KEPT: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 STORED: Final = "stored"
+# How a head of a half lies: a token's values beside one another, or those of all tokens of a block.
+PLAIN: Final = "block slot dim"
+TURNED: Final = "block dim slot"
 
 
 class _Mirror:
@@ -106,37 +109,40 @@ class KvCapture:
         if not views:
             self.notes.append(f"{group.name}: KV bytes not captured, a layout that is not known: {list(kv.shape)}")
             return set()
-        plain = set(views)
+        axes = dict.fromkeys(views, PLAIN)
         if kv.device.type == "cpu" and len(kv.shape) == 4:
             views = packed_views(kv, group.spec)
-            plain = stored_plainly(layer, kv, group.spec)
+            axes = stored_halves(layer, kv, group.spec)
         streams: list[KvStream] = []
         for half, view in views.items():
-            origin = STORED if half in plain or kv.device.type != "cpu" else SUBMITTED
-            if origin == SUBMITTED:
-                source = self._submitted(group, layer, kv, half, view, capture_bytes)
+            how = axes.get(half, "")
+            if how == TURNED:
+                source: KvSource | KvTensor | None = turned_source(view, capture_bytes)
+            elif how == PLAIN:
+                source = row_source(view, group.num_slots, capture_bytes)
             else:
-                source = row_source(view, group.num_slots, capture_bytes) if half in plain else None
+                source = self._submitted(group, layer, kv, half, view, capture_bytes)
             if source is None:
                 self.notes.append(f"{group.name}: bytes of {half} not captured, a token is no row of aligned bytes")
                 continue
-            if origin == SUBMITTED:
+            if not how:
                 self.notes.append(f"{group.name}: bytes of {half} were taken on submission, the pool packs them")
             self.sources[group.index, len(streams)] = source
+            each = source.bytes_per_token
             streams.append(
                 KvStream(
                     half=half,
                     layer=layer_number(group.layers[0]),
-                    bytes_per_token=source.bytes_per_token,
-                    capture_bytes=source.read_bytes,
-                    origin=origin,
-                    dtype=self._submitted_dtype if origin == SUBMITTED else cache_dtype(layer, kv),
-                    scale=0.0 if origin == SUBMITTED else cache_scale(layer, half),
+                    bytes_per_token=each,
+                    capture_bytes=source.read_bytes if isinstance(source, KvSource) else min(each, capture_bytes),
+                    origin=STORED if how else SUBMITTED,
+                    dtype=cache_dtype(layer, kv) if how else self._submitted_dtype,
+                    scale=cache_scale(layer, half) if how else 0.0,
                 )
             )
         if streams:
             self.streams[group.index] = tuple(streams)
-        return plain if streams else set()
+        return {half for half, how in axes.items() if how == PLAIN} if streams else set()
 
     def _sample(self, group: Any, layers: list[Any], plain: set[str], seed: int) -> None:
         """Add what samples all layers of a group, of the halves that lie in the host's memory as they are handed in."""
@@ -151,10 +157,12 @@ class KvCapture:
                 return
             axes = "block slot dim" if tensors[0].dim() == 3 else "block head slot dim"
             source, streams = KvTensor(tensor=tensors, axes=axes), self.streams[group.index]
+            scales = {cache_scale(layer, half) for layer in layers}
+            scale = scales.pop() if len(scales) == 1 else 0.0
             self.sources[group.index, len(streams)] = source
             self.streams[group.index] = (
                 *streams,
-                source.sampling_stream(half, layers=numbers, seed=seed, dtype=dtype),
+                source.sampling_stream(half, layers=numbers, seed=seed, dtype=dtype, scale=scale),
             )
 
     def _submitted(self, group: Any, layer: Any, kv: Any, half: str, view: Any, capture_bytes: int) -> KvSource | None:
@@ -235,25 +243,53 @@ def packed_views(kv: Any, spec: Any) -> dict[str, Any]:
     return {"K": both[:, 0, :tokens], "V": both[:, 0, tokens:]}
 
 
-def stored_plainly(layer: Any, kv: Any, spec: Any) -> set[str]:
-    """Find out which halves the CPU's cache update stores as it gets them, by one into two blocks of scratch memory."""
+def stored_halves(layer: Any, kv: Any, spec: Any) -> dict[str, str]:
+    """Find out how the CPU's cache update stores each half, by one into two blocks of scratch memory: its axes, `PLAIN` if as it gets it.
+
+    `TURNED` are 8-bit values alone, of which what is handed in does not say what is stored: they are rounded towards zero there, so that
+    each code may be one lower than that of what comes, divided by the scale. Left out is a half that lies otherwise.
+    """
     import torch
 
     update = getattr(layer.impl, "do_kv_cache_update", None)
     heads, tokens, size = int(kv.shape[1]), int(kv.shape[2]), int(spec.head_size)
-    if update is None or not kv.dtype.is_floating_point:
-        return set()
+    dtype = getattr(torch, cache_dtype(layer, kv), None)
+    if update is None or dtype is None:
+        return {}
     scratch = torch.zeros((2, *kv.shape[1:]), dtype=kv.dtype)
     order = torch.arange(2 * tokens - 1, -1, -1)
     given = torch.arange(2 * tokens * heads * size, dtype=torch.float32).reshape(2 * tokens, heads, size)
-    given = (given % 251 + 1).to(kv.dtype)
+    coded = dtype.itemsize == 1
+    if coded:  # every third code from small to large: none is another's neighbour
+        codes = (given % 37 * 3 + 2).to(torch.uint8)
+        wanted = {"K": codes, "V": codes + 3}
+        handed = [wanted[half].view(dtype).float() * cache_scale(layer, half) for half in "KV"]
+    else:
+        wanted = {"K": (given % 251 + 1).to(dtype), "V": (given % 251 + 1).to(dtype) + 1}
+        handed = list(wanted.values())
+    found: dict[str, str] = {}
     try:
-        update(layer, given, given + 1, scratch, order)
-        views = packed_views(scratch, spec)
-        found = {half: view[order // tokens, order % tokens] for half, view in views.items()}
-        return {half for half, rows in found.items() if torch.equal(rows, given[:, 0] + (half == "V"))}
+        update(layer, *handed, scratch, order)
+        for half, view in packed_views(scratch, spec).items():
+            for axes, rows in ((PLAIN, view), *(((TURNED, turned(view).transpose(1, 2)),) if coded else ())):
+                less = wanted[half][:, 0].float() - rows[order // tokens, order % tokens]
+                if bool(((less >= 0) & (less <= int(coded))).all()):
+                    found.setdefault(half, axes)
     except Exception:  # noqa: BLE001  # another signature, another layout: then nothing is known to be plain
-        return set()
+        return {}
+    return found
+
+
+def turned(view: Any) -> Any:
+    """Return a half's first head, `[blocks, tokens, dim]`, as `[blocks, dim, tokens]` of the same memory, not of the same values."""
+    _, tokens, dim = (int(n) for n in view.shape)
+    return view.flatten(1).unflatten(1, (dim, tokens))
+
+
+def turned_source(view: Any, capture_bytes: int) -> KvTensor | None:
+    """Return a half's first head, whose blocks hold the values of all tokens one after another; None if a token has less than a piece."""
+    source = KvTensor(tensor=turned(view), axes=TURNED)
+    return source if min(source.bytes_per_token, capture_bytes) % ALIGN_BYTES == 0 else None
 
 
 def row_source(view: Any, num_slots: int, capture_bytes: int) -> KvSource | None:

@@ -105,6 +105,7 @@ def test_ranks_are_found_wherever_a_version_keeps_them() -> None:
     [
         ({"k_scale": None, "v_scale": None}, (1.0, 1.0)),
         ({"k_scale": object(), "k_scale_float": 0.5, "v_scale": object(), "v_scale_float": None}, (0.5, 0.0)),
+        ({"k_scale": 0.25, "v_scale": 0.5, "k_scale_float": None}, (0.25, 0.5)),  # read from a file of scales
         ({"layer_id": 4, "k_scale": None}, (0.0, 0.0)),
     ],
 )

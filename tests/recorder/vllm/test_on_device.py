@@ -43,7 +43,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fake_engine.Attention, "do_kv_cache_update", plain)
     monkeypatch.setattr(fake_engine.GPUModelRunner, "own_tables", False)
-    monkeypatch.setattr(kv, "stored_plainly", lambda *_: {"K", "V"})
+    monkeypatch.setattr(kv, "stored_halves", lambda *_: dict.fromkeys("KV", kv.PLAIN))
     monkeypatch.setattr(recording, "on_gpu", lambda _: True)
     monkeypatch.setattr(
         RecordingSettings, "new_sampling_seed", lambda _: None

@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvcanary.recorder.capture.host_arrays import gather_kv
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
-from kvcanary.recorder.engines.vllm.kv import cache_scale
+from kvcanary.recorder.engines.vllm.kv import (
+    PLAIN,
+    TURNED,
+    cache_scale,
+    packed_views,
+    row_source,
+    stored_halves,
+    turned_source,
+)
 from kvcanary.recorder.engines.vllm.layout import VllmLayout
 from kvcanary.recorder.engines.vllm.logprobs import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
@@ -272,3 +281,37 @@ def test_blocks_that_are_copied_for_a_hit_inside_one(
 def test_scales_of_a_cache_of_8_bits_are_the_layer_s(dtype: str, others: dict[str, Any], scales: Any) -> None:
     layer = SimpleNamespace(kv_cache_dtype=dtype, **{"_k_scale_float": 0.5, "_v_scale_float": 0.25, **others})
     assert tuple(cache_scale(layer, half) for half in "KV") == scales
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_8_bit_values_are_read_from_the_pool_however_the_cpu_s_cache_lays_them_out(dtype: str) -> None:
+    """vLLM's CPU build: V token by token, K value by value, each rounded towards zero."""
+    blocks, heads, tokens, dim = 3, 2, 8, 32
+
+    def coded(given: Any, scale: float) -> Any:
+        wide = given.float() / scale
+        nearest = wide.to(getattr(torch, dtype))
+        return nearest.view(torch.uint8) - (nearest.float().abs() > wide.abs()).to(torch.uint8)
+
+    def update(of: Any, key: Any, value: Any, pool: Any, slots: Any) -> None:
+        both = pool.view(-1, heads, 2 * tokens, dim)
+        block, at = slots // tokens, slots % tokens
+        both[:, :, :tokens].flatten(2).unflatten(2, (dim, tokens))[block, :, :, at] = coded(key, of._k_scale_float)
+        both[block, :, tokens + at] = coded(value, of._v_scale_float)
+
+    layer = SimpleNamespace(
+        kv_cache_dtype="fp8_e5m2" if "5" in dtype else "fp8", _k_scale_float=0.03, _v_scale_float=0.7
+    )
+    layer.impl = SimpleNamespace(do_kv_cache_update=update)
+    pool, spec = torch.zeros((blocks, heads, tokens, 2 * dim), dtype=torch.uint8), SimpleNamespace(head_size=dim)
+    axes = stored_halves(layer, pool, spec)
+    assert axes == {"K": TURNED, "V": PLAIN}
+
+    key, value = torch.rand(2, blocks * tokens, heads, dim).add(0.1)
+    slots = torch.randperm(blocks * tokens)
+    update(layer, key, value, pool, slots)
+    views = packed_views(pool, spec)
+    found = turned_source(views["K"], 16).gather(slots.numpy(), 16)
+    assert (found == coded(key, 0.03)[:, 0, :16].numpy()).all()
+    source = row_source(views["V"], blocks * tokens, 16)
+    assert (gather_kv(source, slots.numpy(), 16) == coded(value, 0.7)[:, 0, :16].numpy()).all()

@@ -7,6 +7,7 @@ from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import KvStream, ModelInfo, PoolGroup, Ranks, StateTable, TraceHeader
 from kvcanary.recorder.writing.writer import TraceWriter
 from kvcanary.replayer.model.first_layer import first_layer
+from kvcanary.replayer.model.rerun import rerun
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 LENGTH, WIDTH, AT = 40, 32, 17
@@ -21,7 +22,13 @@ def stored(values, dtype, scale):
 
 
 def judged(checkpoint, tmp_path, dtype, *, scale, said, changed=None):
-    """Replay four requests whose K and V lie in a cache of 8 bits; `said` is the scale that the recording has."""
+    """Replay four requests whose K and V lie in a cache of 8 bits."""
+    path = recorded(checkpoint, tmp_path, dtype, scale=scale, said=said, changed=changed)
+    return replay(path, settings=ReplaySettings(model=str(checkpoint)))
+
+
+def recorded(checkpoint, tmp_path, dtype, *, scale, said, changed=None):
+    """Record four requests whose K and V lie in a cache of 8 bits; `said` is the scale that the recording has."""
     streams = [
         KvStream(half=half, bytes_per_token=WIDTH, capture_bytes=WIDTH, dtype=dtype, scale=said) for half in "KV"
     ]
@@ -55,7 +62,7 @@ def judged(checkpoint, tmp_path, dtype, *, scale, said, changed=None):
                     bytes={"kv_bytes": np.concatenate(data)},
                 )
             )
-    return replay(path, settings=ReplaySettings(model=str(checkpoint)))
+    return path
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.01, 0.002])
@@ -82,3 +89,17 @@ def test_a_scale_that_nobody_knows_or_that_is_not_the_one_is_never_a_finding(che
     summary = judged(checkpoint, tmp_path, "float8_e4m3fn", scale=0.5, said=said, changed=1)
     assert summary.findings == 0 and not summary.model_bytes.get("compared")
     assert any(row.what == "model" and row.words for row in summary.coverage)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_request_computed_again_agrees_with_values_times_their_scale(checkpoint, tmp_path, dtype):
+    path = recorded(checkpoint, tmp_path, dtype, scale=0.002, said=0.002, changed=1)
+    clean, wrong = (rerun([path], request, checkpoint) for request in "12")
+    assert (clean.fault, clean.compared, clean.not_compared) == ("agrees", 2 * LENGTH, [])
+    assert (wrong.fault, wrong.first.position, wrong.compared) == ("compute", AT, 2 * LENGTH)
+
+
+def test_a_request_is_not_held_against_values_without_a_scale(checkpoint, tmp_path):
+    path = recorded(checkpoint, tmp_path, "float8_e4m3fn", scale=0.5, said=0.0, changed=1)
+    found = rerun([path], "2", checkpoint)
+    assert (found.compared, found.fault) == (0, "agrees") and "by what they are scaled" in found.not_compared[0]
