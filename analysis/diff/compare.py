@@ -13,7 +13,7 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.recordings import one_recording, recording_name
 from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
-from ..store.live import connect, private_folder, quoted
+from ..store.connection import connect, private_folder, quoted
 from .comparability import ComparisonPlan, plan_comparison
 from .differences import find_differences
 from .facts import FACTS, Sinks, Statements, number

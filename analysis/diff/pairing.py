@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import AnalysisError
-from ..store.live import quoted
+from ..store.connection import quoted
 from .differences import AT_THE_END
 from .facts import Statements, number
 from .settings import DiffSettings, NotComparableError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...replayer.checks import FINDING_KINDS
-from ..store.live import quoted
+from ..store.connection import quoted
 from .ask import Ask, Limits, page_sql
 
 # SQL over `damage`: four classes, which the page shows in their own colours.

@@ -19,8 +19,8 @@ from ...replayer.report.violations import VIOLATION_SCHEMA
 from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
 from ..incidents.places import open_parquet, require_columns
+from .connection import connect
 from .library import sql_sections
-from .live import connect
 
 MAX_ROWS: Final = 1 << 18  # of a table given
 _MEMORY_LIMIT: Final = "4GB"

@@ -3,16 +3,12 @@
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import current_thread, main_thread
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.dataset
@@ -30,6 +26,7 @@ from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
 from ..incidents.finding import incidents_fit
 from ..incidents.schema import INCIDENT_SCHEMA, MEMBER_SCHEMA
+from .connection import private_folder, quoted
 from .library import table_schema
 from .sources import Source
 
@@ -132,31 +129,10 @@ def _value(value: Any, kind: pa.DataType) -> Any:
 
 FileStates = dict[Path, tuple[int, ...]]
 
-_MAX_THREADS: Final = 8
 _REPORT_FILES = {"violations": VIOLATION_SCHEMA, "findings": FINDING_SCHEMA}
 # What reports did not have from the beginning, and sql/base/violations.sql has without them.
 _ADDED = ADDED_COLUMNS | {"first_forward", "last_forward", "num_forwards"}
 _INCIDENT_FILES = {"incidents": INCIDENT_SCHEMA, "incident_members": MEMBER_SCHEMA}
-
-
-def quoted(text: str) -> str:
-    """Return text as an SQL string."""
-    return "'" + text.replace("'", "''") + "'"
-
-
-def connect(database: str, resources: ExitStack, memory_limit: str, spill: Path | None = None) -> Any:
-    """Return a DuckDB connection that fetches nothing from outside and spills into a private folder, or into `spill`."""
-    config: Any = {"autoinstall_known_extensions": False, "python_enable_replacements": False}
-    connection = duckdb.connect(database, config=config)
-    resources.callback(connection.close)
-    folder = resources.enter_context(private_folder()) if spill is None else str(spill)
-    connection.execute(f"set temp_directory = {quoted(folder)}")
-    connection.execute(f"set memory_limit = {quoted(memory_limit)}")
-    if spill is None:
-        connection.execute(f"set threads = {min(os.cpu_count() or 1, _MAX_THREADS)}")
-    # DuckDB takes a trace, whose number of rows it does not know, for a few rows, and would join as of by trying all pairs.
-    connection.execute("set asof_loop_join_threshold = 0")
-    return connection
 
 
 def make_raw_relations(
@@ -239,36 +215,6 @@ def _check_columns(connection: Any, path: Path, relation: str, name: str) -> Non
     wrong = [column for column, kind in expected.items() if "INT" in kind and "INT" not in found.get(column, "INT")]
     if wrong:
         raise AnalysisError(f"{path}: expected numbers in {', '.join(wrong)}, came {found[wrong[0]]}; {again}")
-
-
-Result = TypeVar("Result")
-
-_SECONDS_BETWEEN: Final = 0.1  # between two tries to stop a query; one that comes before it has begun is lost
-
-
-class Interruptible:
-    """Does work on a DuckDB connection in another thread, so that the main one can ask DuckDB to stop at Ctrl-C."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcanary-sql")
-
-    def run(self, work: Callable[[], Result]) -> Result:
-        """Return what the work returns; raises what it raises, and `KeyboardInterrupt`."""
-        if current_thread() is not main_thread():  # Ctrl-C never comes here
-            return work()
-        done = self._thread.submit(work)
-        try:
-            return done.result()
-        except KeyboardInterrupt:
-            while not done.done():
-                self._connection.interrupt()
-                wait([done], _SECONDS_BETWEEN)
-            raise
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +324,3 @@ def is_plain(path: Path) -> bool:
     """Whether a path is UTF-8 without characters that patterns and URLs use."""
     text = str(path.absolute())
     return text.isprintable() and not any(char in text for char in "*?[]#%")
-
-
-def private_folder(inside: Path | None = None) -> TemporaryDirectory[str]:
-    """Return a new temporary folder that only this user can read: tokens are private."""
-    return TemporaryDirectory(prefix=".kvcanary-" if inside else "kvcanary-", dir=inside)

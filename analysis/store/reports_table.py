@@ -17,7 +17,7 @@ from ...recorder.errors import first_line
 from ...recorder.remote import RemotePath, located
 from ...replayer.report.report import SUMMARY_NAME
 from ..errors import AnalysisError
-from .live import connect
+from .connection import connect
 from .report_rows import PARTITIONS, SCHEMA
 from .session import MEMORY_LIMIT, SqlSession, lock
 from .table_files import sound_files

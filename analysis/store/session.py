@@ -13,8 +13,9 @@ import pyarrow as pa
 from ...recorder.errors import first_line
 from ...recorder.remote import as_path
 from ..errors import AnalysisError, SqlError
+from .connection import Interruptible, connect, quoted
 from .library import BASE, DERIVED, base_statements, derived_statements, sql_file
-from .live import FileStates, Interruptible, connect, file_states, make_raw_relations, plain_path, quoted
+from .live import FileStates, file_states, make_raw_relations, plain_path
 from .sources import Source, find_sources, read_summary
 from .store import fresh_store
 

@@ -18,8 +18,9 @@ from ...recorder.files import is_regular, read_small_file, replace_file
 from ...replayer.report.report import STORE_NAME, check_report_folder
 from ..errors import AnalysisError
 from ..incidents.schema import INCIDENTS_NAME
+from .connection import Interruptible, check_address_space, connect, private_folder
 from .library import BASE, base_statements, comment_statements, derived_statements, library_hash
-from .live import Interruptible, connect, file_states, is_plain, make_raw_relations, plain_path, private_folder
+from .live import file_states, is_plain, make_raw_relations, plain_path
 from .sources import Source
 
 # What the build may hold in memory; what does not fit goes to the temporary folder.
@@ -89,6 +90,7 @@ def fresh_store(source: Source) -> Path | None:
     if source.report is None:
         return None
     store = source.report / STORE_NAME
+    check_address_space()
     try:
         log = store.with_name(f"{store.name}.wal")  # which DuckDB would apply; ours is closed without one
         if not is_regular(store) or is_regular(log) or _kept_stamp(store) != _identity(store):

@@ -388,3 +388,16 @@ def test_the_prompt_on_a_terminal_keeps_its_history(trace, tmp_path):
     history = tmp_path / "state" / "kvcanary" / "sql_history"
     assert "+select 40\n+ + 2 as answer;\n" in history.read_text()  # a statement of two lines is one in the history
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_too_little_address_space_is_one_error_and_no_crash(trace):
+    """DuckDB ends the process where one of its threads cannot begin."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31)); "
+        "from kvcanary.cli import kvcanary_main; kvcanary_main()"
+    )
+    words = [sys.executable, "-c", code, "sql", str(trace), "from forwards"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    [line] = done.stderr.splitlines()
+    assert "this process may have 2.0 GiB: allow it ulimit -v" in line
