@@ -38,8 +38,7 @@ def show(console: Console, summary: Summary) -> None:
         console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
     console.print()
     console.print(_verdict(summary), soft_wrap=not console.is_terminal)
-    left_out = "; ".join(not_watched(summary.coverage)) or "nothing that this recording tells of"
-    console.print(grid([("not watched", left_out)]))
+    console.print(grid([("not watched", "; ".join(not_watched(summary.coverage)))]))
     if summary.incidents:
         console.print()
         total = summary.num_incidents or len(summary.incidents)
@@ -85,9 +84,7 @@ def one_line(summary: Summary) -> str:
         line += f"   (clean {up_to(summary)})"
     elif summary.doubts:
         line += f"   ({'; '.join(summary.doubts)})"
-    if left_out := not_watched(summary.coverage):
-        line += f"   not watched: {'; '.join(left_out)}"
-    return printable(line)
+    return printable(f"{line}   not watched: {'; '.join(not_watched(summary.coverage))}")
 
 
 def _headline(summary: Summary) -> Text:

@@ -86,6 +86,16 @@ class Watched:
         return {name: getattr(self, name) for name in names}
 
 
+_AFTERWARDS: Final = Watched(
+    "afterwards",
+    "",
+    0,
+    None,
+    "a slot is looked at when a forward reads or writes it, or a walk of the prefix cache comes to it",
+    "what changed in a slot after it was looked at last",
+)
+
+
 def no_figures(header: TraceHeader) -> Int64Array:
     """Return the counts of a trace that has not begun, `[runners, figures] int64`."""
     return np.zeros((len(header.runners), len(FIGURES)), np.int64)
@@ -220,6 +230,7 @@ def coverage(
         _ranks(header),
         Watched("slot_history", "", int(told), 1, words="" if told else "who held a slot (no slot history)"),
         _checks(settings["checks"]),
+        _AFTERWARDS,
     ]
 
 

@@ -31,6 +31,7 @@ from ..support.engines.ring import Ring
 from ..support.places import DATA
 
 WORKLOAD = RandomWorkload(seed=1, requests=6)
+AFTERWARDS = "what changed in a slot after it was looked at last"
 SETTINGS = ReplaySettings().to_json() | {"kv_hash": "partial"}
 
 
@@ -65,7 +66,12 @@ def _rows(
 
 def test_layers_bytes_and_history_are_named() -> None:
     words = not_watched(_rows(_header()))
-    assert words == ["layers 1-3", "96 of a slot's 128 bytes (--kv-hash partial)", "who held a slot (no slot history)"]
+    assert words == [
+        "layers 1-3",
+        "96 of a slot's 128 bytes (--kv-hash partial)",
+        "who held a slot (no slot history)",
+        AFTERWARDS,
+    ]
 
 
 def _sampled(*halves: str, dtype: str = "float16") -> TraceHeader:
@@ -84,11 +90,14 @@ def test_samples_count_as_far_as_they_have_reached() -> None:
     samples[:] = 3
     rows = {row.what: row for row in _rows(header, samples=samples)}
     whole = not_watched(_rows(header, samples=samples))
-    assert whole == ["448 of a slot's 512 bytes, others in each slot (--kv-hash partial)", whole[-1]]
+    assert whole[0] == "448 of a slot's 512 bytes, others in each slot (--kv-hash partial)" and len(whole) == 3
     assert (rows["layers"].watched, rows["samples"].share, rows["values"].watched) == (4, 1.0, 8)
     samples[4:8] = samples[16:28] = 0  # layer 1 of K, layers 0 to 2 of V
     said = not_watched(_rows(header, samples=samples))
-    assert said[:2] == ["layers 1; V of layers 2", "448 of a slot's 512 bytes, others in each slot (--kv-hash partial)"]
+    assert said[:2] == [
+        "layers 1; V of layers 2",
+        "448 of a slot's 512 bytes, others in each slot (--kv-hash partial)",
+    ]
     assert said[2] == "16 of 32 pieces of K and V of all layers, in any slot"
     said = not_watched(_rows(_sampled("V", dtype="bytes"), samples=samples[:16] + 1))
     assert said[0] == "K of layers 1-3" and "NaN, infinity and zeros in K and V" in said
@@ -106,9 +115,9 @@ def test_layers_whose_recurrent_state_is_not_read_are_named(pool: StatePool, wor
     assert [word for word in not_watched(_rows(_header(states=(pool,)))) if "state" in word] == words
 
 
-def test_a_recording_that_watches_everything_names_nothing() -> None:
+def test_of_a_recording_that_watches_everything_what_came_after_the_last_look_is_named() -> None:
     header = _header(groups=(_group(layers=1, captured=64),), slot_history="complete")
-    assert not not_watched(_rows(header, settings=SETTINGS | {"kv_hash": "all"}))
+    assert not_watched(_rows(header, settings=SETTINGS | {"kv_hash": "all"})) == [AFTERWARDS]
 
 
 def test_what_no_forward_showed_is_named_for_each_runner() -> None:
