@@ -220,7 +220,15 @@ class FrameLayout:
         self.ticket = (*table[:2], *lut[:2], *kv, self.lens_at, *attention[:2])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedValues(NamedTuple):
+    """What a ticket's launch copies into a frame: `MAX_CARRIED` tensors `[any] int64`, of which some may have nothing."""
+
+    tensors: tuple[Any, ...]
+    addresses: tuple[int, ...]
+    places: tuple[int, ...]  # of each its place in the frames, and how many
+
+
+@dataclass(slots=True, kw_only=True)  # to make a frozen one takes several times as long, in every step of an engine
 class ModelInput:
     """What a model is run with: the engine's own tensors, of any integer type, contiguous, read on its stream."""
 

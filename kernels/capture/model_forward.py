@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from ..constants import ANY_NUMBER
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
-from .frames import MAX_CARRIED, AttentionLens, AttentionTensors, FrameLayout, ModelInput
+from .frames import MAX_CARRIED, AttentionLens, AttentionTensors, CarriedValues, FrameLayout, ModelInput
 
 PROGRAMS = 1024  # of each launch: enough to fill a device
 TILE = 512
@@ -104,8 +104,8 @@ class TicketWriter:
     def __init__(self, frames: Any, counters: Any, descriptor: Any) -> None:
         self._tensors = (frames, counters, descriptor)
         self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
-        self._nothing = (frames,) * MAX_CARRIED, (0,) * (2 * MAX_CARRIED)
-        self._no_addresses = _words(self._nothing[0])
+        nothing = (frames,) * MAX_CARRIED
+        self._nothing = CarriedValues(nothing, _words(nothing), (0,) * (2 * MAX_CARRIED))
         self._launches = launches_on(frames)
         self._ready: Callable[..., Any] | None = None
 
@@ -116,23 +116,19 @@ class TicketWriter:
         numbers: tuple[int, ...],
         layout: FrameLayout,
         programs: int,
-        carried: tuple[tuple[Any, ...], tuple[int, ...]] | None = None,
+        carried: CarriedValues | None = None,
     ) -> None:
         """Have the next run of a model that reads a ticket, `[TICKET_WORDS] int64` at `address`, fill a frame.
 
         `numbers` are the forward's stamp, within int32; where its frame begins; its row of `counters`; the row that is zeroed
         for the next forward; and 1 if the prefix is compared with the shadow, else 0. The model's kernels have `programs`
-        together. `carried` are `MAX_CARRIED` tensors `[any] int64` whose values are copied into the frame, and of each its
-        place in `frames` and how many; None for nothing.
+        together. The values that are `carried` are copied into the frame; None for nothing.
         """
+        tensors, addresses, places = self._nothing if carried is None else carried
         if self._ready is not None:
-            if carried is None:
-                values, places = self._no_addresses, self._nothing[1]
-            else:
-                values, places = _words(carried[0]), carried[1]
-            self._ready(address, self._addresses, (*numbers, *layout.ticket, programs), values, places)
+            self._ready(address, self._addresses, (*numbers, *layout.ticket, programs), addresses, places)
             return
-        arguments = (ticket, self._tensors, (*numbers, *layout.ticket, programs), *(carried or self._nothing))
+        arguments = (ticket, self._tensors, (*numbers, *layout.ticket, programs), tensors, places)
         self._ready = self._launches.launch(write_ticket_kernel, 1, arguments)
 
 
@@ -144,7 +140,18 @@ class ModelForward:
     padding included; `programs` fill the frame, of all launches together.
     """
 
-    __slots__ = ("_given", "_launches", "_lut_int64", "address", "attention", "bs", "programs", "ticket", "tokens")
+    __slots__ = (
+        "_given",
+        "_launches",
+        "_lut_int64",
+        "address",
+        "attention",
+        "bs",
+        "kept",
+        "programs",
+        "ticket",
+        "tokens",
+    )
 
     def __init__(
         self, ticket: Any, given: ModelInput, attention: AttentionTensors | AttentionLens | None, *, lut_int64: bool
@@ -158,6 +165,7 @@ class ModelForward:
         self._given = given
         self._launches = launches_on(ticket)
         self._lut_int64 = lut_int64
+        self.kept: Any = None  # for whoever has it fill frames: what is the same for each
 
     @property
     def has_extend(self) -> bool:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture import model_forward
-from kvcanary.kernels.capture.frames import FrameLayout, ModelInput
+from kvcanary.kernels.capture.frames import CarriedValues, FrameLayout, ModelInput
 from kvcanary.kernels.capture.model_forward import Launches, ModelForward, TicketWriter
 
 
@@ -77,8 +77,10 @@ def test_later_tickets_say_what_the_first_would(monkeypatch):
     ]
     assert kernel.launched == expected
     given = torch.arange(3)
-    writer.write(ticket, ticket.data_ptr(), (2, 10, 11, 12, 1), layouts[1], 2048, ((given, frames), (5, 3, 0, 0)))
-    assert kernel.launched[-1] == (*expected[-1][:3], (given.data_ptr(), frames.data_ptr()), (5, 3, 0, 0))
+    addresses = given.data_ptr(), frames.data_ptr()
+    carried = CarriedValues((given, frames), addresses, (5, 3, 0, 0))
+    writer.write(ticket, ticket.data_ptr(), (2, 10, 11, 12, 1), layouts[1], 2048, carried)
+    assert kernel.launched[-1] == (*expected[-1][:3], addresses, (5, 3, 0, 0))
 
 
 @pytest.mark.parametrize("lens", ["by position", "extend", "draft extend"])

@@ -8,10 +8,17 @@ import functools
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import MAX_CARRIED, NUM_COUNTERS, AttentionLens, FrameLayout, ModelInput
+from ....kernels.capture.frames import (
+    MAX_CARRIED,
+    NUM_COUNTERS,
+    AttentionLens,
+    CarriedValues,
+    FrameLayout,
+    ModelInput,
+)
 from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .forward import Carried, DeviceForward, ForwardPart, ForwardRequests, FrameInFlight
@@ -33,6 +40,8 @@ LUT_CHANGES: Final = 65_536
 KV_CHANGES: Final = 4_096
 ATTENTION_CHANGES: Final = 1_024  # slots that differ from what they should be: in a healthy engine none
 MAX_LAYOUTS: Final = 4_096
+ONE_AFTER_ANOTHER: Final = (1,)  # the strides of a flat tensor
+NO_MORE: Final = (0,) * (2 * (MAX_CARRIED - 1))
 CARRYING_TOKENS: Final = 1_024  # one program copies what a frame carries: no more than a decode step gives out
 
 
@@ -67,6 +76,35 @@ class FrameBuffer:
         self._free_from = place + words
 
 
+class _OfModel(NamedTuple):
+    """What each run of a model's, in a graph say, has alike."""
+
+    mine: object  # of one `DeviceCapture`
+    many: bool
+    layout: FrameLayout
+    attention: int  # as `FrameInFlight` has it
+
+
+class CurrentStream:
+    """Returns a device's current stream as torch has it; made anew only where it is another than before."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._index = torch.cuda.current_device() if device.index is None else int(device.index)
+        self._make: Callable[[int], Any] = torch.cuda.current_stream
+        self._raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._address = -1
+        self._stream: Any = None
+
+    def __call__(self) -> Any:
+        """Return it."""
+        address = -1 if self._raw is None else self._raw(self._index)
+        if address != self._address or self._stream is None or self._raw is None:
+            self._address, self._stream = address, self._make(self._index)
+        return self._stream
+
+
 class DeviceCapture:
     """Has forwards fill frames; for the engine's thread alone, but for `release`, `reset` and `catch_up`.
 
@@ -95,13 +133,14 @@ class DeviceCapture:
         self.on_changed: Callable[[], None] = lambda: None
         self.carries = False  # whether frames have room for it
         self._carried_dtype, self._device = torch.int64, self.frames.get_device()
-        self._current_stream: Callable[[], Any] | None = torch.cuda.current_stream if self.on_gpu else None
+        self._current_stream: Callable[[], Any] | None = CurrentStream(device) if self.on_gpu else None
         self.error_text = error_text  # what may be said of an error
         self.off = False  # nothing is captured any more; any thread may set it
         self.pending: FrameInFlight | None = None  # a forward that has begun and not ended
         self.next_forward = 0  # its number
         self.engine_thread = 0  # which thread began the last forward
         self._model: ModelForward | None = None  # the pending forward's
+        self._mine = object()
         self._buffer = FrameBuffer(int(self.frames.shape[0]))
         self._tile = TILE
         self._layout = functools.lru_cache(MAX_LAYOUTS)(self._make_layout)  # an engine's thread asks in every step
@@ -216,10 +255,10 @@ class DeviceCapture:
         self.next_forward = number + max(len(parts), 1)
         fresh = self._reset
         many = fresh or self._catching_up or (model.has_extend and new_rows)
-        attention = model.attention
-        compared = attention is not None and not isinstance(attention, AttentionLens)
-        layout = self._layout(runner, model.bs, model.tokens, many, compared)
-        taken = self._taken
+        kept = model.kept
+        if kept is None or kept.mine is not self._mine or kept.many is not many:
+            kept = model.kept = self._of_model(model, runner, many)
+        layout, taken = kept.layout, self._taken
         place = self._buffer.take(layout.words) if taken - self._given_back < MAX_IN_FLIGHT else None
         if place is None:
             self._reset = True
@@ -235,12 +274,6 @@ class DeviceCapture:
         numbers = (number % INT32_MAX + 1, at, counters, (taken + 1) % COUNTERS, int(watched))
         writer, carried = self._writers[runner], self._take_along(layout) if self.waiting else ()
         writer.write(model.ticket, model.address, numbers, layout, model.programs, _places(carried, layout, at))
-        read = 0
-        if isinstance(attention, AttentionLens):
-            read = ATTENTION_LENS | ATTENTION_SLOTS if attention.tables else ATTENTION_LENS
-        elif attention is not None:
-            whole = attention.window_indices is not None
-            read = ATTENTION_LENS | ATTENTION_SLOTS if whole else self._read_without_window[runner]
         return FrameInFlight(
             launched_ns=perf_counter_ns(),
             mode=mode,
@@ -256,10 +289,20 @@ class DeviceCapture:
             fresh=fresh,
             bs=bs,
             programs=model.programs,
-            attention=read,
+            attention=kept.attention,
             parts=parts,
-            carried=tuple((one.record, one.values.shape[0]) for one in carried),
+            carried=tuple([(one.record, one.length) for one in carried]),
         )
+
+    def _of_model(self, model: "ModelForward", runner: int, many: bool) -> "_OfModel":
+        attention, read = model.attention, 0
+        if isinstance(attention, AttentionLens):
+            read = ATTENTION_LENS | ATTENTION_SLOTS if attention.tables else ATTENTION_LENS
+        elif attention is not None:
+            whole = attention.window_indices is not None
+            read = ATTENTION_LENS | ATTENTION_SLOTS if whole else self._read_without_window[runner]
+        compared = attention is not None and not isinstance(attention, AttentionLens)
+        return _OfModel(self._mine, many, self._layout(runner, model.bs, model.tokens, many, compared), read)
 
     def carry(self, values: Any, record: Callable[[Int64Array], None]) -> bool:
         """Have the next frame carry integers on the device that nobody changes, and `record` called with them before its forward.
@@ -268,12 +311,15 @@ class DeviceCapture:
         """
         if len(self.waiting) == MAX_CARRIED:
             self.carry_no_longer()
-        if not self.carries or values.dtype is not self._carried_dtype or values.ndim != 1:
+        if not self.carries or values.dtype is not self._carried_dtype or values.stride() != ONE_AFTER_ANOTHER:
             return False
-        # Tensors of the inference mode do not count what torch writes to them; what kernels of others write, none counts.
-        if not values.is_contiguous() or values.get_device() != self._device or values.is_inference():
+        if values.get_device() != self._device:
             return False
-        self.waiting.append(Carried(values, values._version, record))
+        try:
+            version = values._version  # counts what torch writes, not what kernels of others do
+        except RuntimeError:  # tensors of the inference mode count nothing
+            return False
+        self.waiting.append(Carried(values, values.data_ptr(), values.numel(), version, record))
         return True
 
     def carry_no_longer(self) -> None:
@@ -283,17 +329,18 @@ class DeviceCapture:
 
     def _take_along(self, layout: FrameLayout) -> list[Carried]:
         """Return what waits, if it fits into a frame; else it is recorded by itself, right before."""
-        if sum(one.values.shape[0] for one in self.waiting) > layout.carried:
+        if sum([one.length for one in self.waiting]) > layout.carried:
             self.carry_no_longer()
         return self._no_longer_waiting()
 
     def _no_longer_waiting(self) -> list[Carried]:
         """Return what has waited, to be copied on the current stream and let go; nothing if somebody has written to it."""
         waiting, self.waiting = self.waiting, []
-        if any(one.values._version != one.version for one in waiting):
-            self.carries = False
-            self.on_changed()
-            return []
+        for one in waiting:
+            if one.values._version != one.version:
+                self.carries = False
+                self.on_changed()
+                return []
         if self._current_stream is not None and waiting:
             # It may come from another stream, which would give its memory out anew before this one has come to the copy.
             stream = self._current_stream()
@@ -325,14 +372,19 @@ class DeviceCapture:
         self._given_back += 1
 
 
-def _places(carried: Sequence[Carried], layout: FrameLayout, at: int) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Return what a ticket's launch copies for a frame that begins `at`, one after another, as `TicketWriter.write` takes it."""
+def _places(carried: Sequence[Carried], layout: FrameLayout, at: int) -> CarriedValues | None:
+    """Return what a ticket's launch copies for a frame that begins `at`, one after another."""
     if not carried:
         return None
-    place, places = at + layout.carried_at, list[int]()
+    place, first = at + layout.carried_at, carried[0]
+    if len(carried) == 1:
+        return CarriedValues(
+            (first.values,) * MAX_CARRIED, (first.address,) * MAX_CARRIED, (place, first.length, *NO_MORE)
+        )
+    values, addresses, places = list[Any](), list[int](), list[int]()
     for one in carried:
-        count = int(one.values.shape[0])
-        places += (place, count)
-        place += count
-    missing = MAX_CARRIED - len(carried)
-    return (*(one.values for one in carried), *(carried[0].values,) * missing), (*places, *(0,) * (2 * missing))
+        values.append(one.values)
+        addresses.append(one.address)
+        places += (place, one.length)
+        place += one.length
+    return CarriedValues(tuple(values), tuple(addresses), tuple(places))

@@ -53,7 +53,7 @@ class ForwardPart(NamedTuple):
     requests: Int64Array  # [n] places in the batch, ascending
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DeviceForward(ModelInput):
     """One forward, before it runs: what its model is run with, as `ModelInput` has it, and whose it is.
 
@@ -81,6 +81,8 @@ class Carried(NamedTuple):
 
     # [n] int64; let go once the copy is launched: it may be a view, and what it is a view of many times as large.
     values: Any
+    address: int
+    length: int
     version: int  # how often they had been written to
     record: Callable[[Int64Array], None]
 

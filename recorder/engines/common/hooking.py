@@ -261,7 +261,8 @@ _NONE: Final = object()
 _wraps: ContextVar[Wraps | None] = ContextVar("kvcanary_wraps", default=None)
 
 
-def _put(owner: Any, name: str, wrapper: Any) -> None:
+def put_in_place(owner: Any, name: str, wrapper: Any) -> None:
+    """Set an object's method, so that the `Wraps` that is entered can put it back."""
     wraps = _wraps.get()
     if wraps is None:
         setattr(owner, name, wrapper)
@@ -275,7 +276,7 @@ def wrap_method(owner: Any, name: str, hook: Hook, on_fault: OnFault, cost: Step
     if not callable(original):
         return False
     around = functools.partial(harmless(hook, on_fault, cost), original)
-    _put(owner, name, functools.update_wrapper(around, original))
+    put_in_place(owner, name, functools.update_wrapper(around, original))
     return True
 
 
@@ -309,7 +310,7 @@ def wrap_often(owner: Any, name: str, after: Callable[..., object], on_fault: On
             report(error)
         return result
 
-    _put(owner, name, watched)
+    put_in_place(owner, name, watched)
     return True
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from ...capture.host_arrays import own_int64
@@ -24,6 +25,7 @@ from ..common.hooking import (
     wrap_method,
 )
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
+from ..common.outermost import OutermostCalls
 from ..common.stopping import stop_tree
 from .forward import mode_of, prefix_and_extend
 from .history import knows_allocator
@@ -172,7 +174,9 @@ class SglangAttachment(EngineAttachment):
         if allocator is not None:
             recording.keep_history(allocator)
             for history in recording.histories:
-                for name, hook in history.hooks().items():
+                live = self._is_live("history")
+                calls = OutermostCalls(self._history_fault, live, self.cost)
+                for name, hook in history.follow_calls(calls).items():
                     self._wrap(history.allocator, name, hook, "history", self._history_fault)
             for name in ("evict", "evict_for_alloc"):
                 if hasattr(scheduler.tree_cache, name):
@@ -222,8 +226,10 @@ class SglangAttachment(EngineAttachment):
 
     def _live(self, hook: Hook, name: str = "") -> Hook:
         """Return a hook of the recording's that does nothing once it, or what is called `name`, has failed."""
-        name = name or getattr(hook, "__name__", "hook")
-        return while_true(lambda: self.recording is not None and name not in self.off, hook)
+        return while_true(self._is_live(name or getattr(hook, "__name__", "hook")), hook)
+
+    def _is_live(self, name: str) -> Callable[[], bool]:
+        return lambda: self.recording is not None and name not in self.off
 
     def _wrap(self, owner: Any, method: str, hook: Hook, name: str = "", on_fault: OnFault | None = None) -> None:
         if not wrap_method(owner, method, self._live(hook, name), on_fault or self.fault, self.cost):

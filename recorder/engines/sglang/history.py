@@ -17,7 +17,8 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...trace.schema import SlotChange
-from ..common.hooking import Around, Finish, Hook, beside, lost_by
+from ..common.hooking import Around, Finish, Hook, beside
+from ..common.outermost import OutermostCalls
 from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
 
 # Of those, what is given out and taken back is known. What is derived from them may number something else.
@@ -50,64 +51,66 @@ class GroupHistory:
         self._with_slots: Callable[..., None] = _read_now if device is None else device.later_with
         self._with_given: Callable[..., None] = _read_now if device is None else device.with_next_forward
         # Bound once: each step would make them anew otherwise.
-        self._alloc_ended, self._note_given = self._on_alloc_ended, self._given
+        self._note_given = self._given
         self._pending: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._free: list[Int64Array] = []  # slots that are free where the engine flushes its cache
-        self._depth = 0
+        self._calls: OutermostCalls | None = None
 
-    def hooks(self) -> dict[str, Hook]:
-        """Return the hooks around the allocator's methods, by the methods' names."""
-        hooks: dict[str, Hook] = dict.fromkeys(("alloc", "alloc_extend", "alloc_decode"), self._on_alloc)
-        hooks |= dict.fromkeys(("free", "free_segment"), self._on_free)
+    def follow_calls(self, calls: OutermostCalls) -> dict[str, Hook]:
+        """Put around the allocator's methods what is called in every step; return the hooks around others, by their names."""
+        self._calls = calls
+        for name in ("alloc", "alloc_extend", "alloc_decode"):
+            calls.wrap(self.allocator, name, self._on_given)
         # The frees that the engine had put off were recorded when they were asked for.
-        hooks |= {"free_group_end": self._outermost, "clear": self._on_clear}
+        calls.wrap(self.allocator, "free_group_end", None)
+        hooks: dict[str, Hook] = {"free": self._on_free, "free_segment": self._on_free, "clear": self._on_clear}
         hooks["free_page_ids"] = functools.partial(self._on_free, scale=self.page_size)
         return {name: hook for name, hook in hooks.items() if hasattr(self.allocator, name)}
 
-    def _outermost(self, *_args: Any, **_kwargs: Any) -> Finish:
-        self._depth += 1
+    @property
+    def _inside(self) -> bool:
+        """Whether a call of the allocator's is part of another."""
+        return self._calls is not None and self._calls.depth > 0
+
+    def _count_call(self) -> Finish:
+        calls = self._calls
+        if calls is not None:
+            calls.depth += 1
 
         def leave(_: Any, __: BaseException | None) -> None:
-            self._depth -= 1
+            if calls is not None:
+                calls.depth -= 1
 
         return leave
 
-    def _on_alloc(self, *_args: Any, **_kwargs: Any) -> Finish:
+    def _on_given(self, given: Any) -> None:
         """Note what an allocation gives out."""
-        self._depth += 1
-        return self._alloc_ended
-
-    def _on_alloc_ended(self, given: Any, error: BaseException | None) -> None:
-        self._depth -= 1
-        if error is not None:
-            lost_by(error)
-        elif not self._depth and given is not None:
-            self._with_given(self._note_given, given)
+        self._with_given(self._note_given, given)
 
     def _given(self, slots: Int64Array) -> None:
         if self.page_size > 1:  # further tokens of a page were given out with its first
             slots = self._whole_pages(slots[slots % self.page_size == 0])
-        self._pending[self._inside(slots)] = True
+        self._pending[self._of_pool(slots)] = True
 
     def _on_free(self, freed: Any, *_args: Any, scale: int = 1, **_kwargs: Any) -> Finish:
-        if not self._depth and len(freed):
+        if not self._inside and len(freed):
             self._with_slots(self._freed, freed, scale, "evict" if self.evicting else "free")
-        return self._outermost()
+        return self._count_call()
 
     def _on_clear(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Record as evicted everything that is not free: the engine flushes its cache."""
-        if not self._depth:
+        if not self._inside:
             for name in ("free_pages", "release_pages"):
                 pages = getattr(self.allocator, name, None)
                 self._with_slots(self._free.append, [] if pages is None else pages)
             self._with_slots(self._flushed, [int(getattr(self.allocator, "size", self._pending.size - 1))])
-        return self._outermost()
+        return self._count_call()
 
     def _flushed(self, size: Int64Array) -> None:
         held = np.zeros(self._pending.size, np.bool_)
         held[self.page_size : int(size[0]) + self.page_size] = True  # what there is at all: the first page is padding
         for pages in self._free:
-            held[self._inside(self._whole_pages(pages * self.page_size))] = False
+            held[self._of_pool(self._whole_pages(pages * self.page_size))] = False
         self._free.clear()
         self._freed(np.flatnonzero(held), 1, "evict", "flush")
 
@@ -116,12 +119,12 @@ class GroupHistory:
         pages = np.unique(slots // self.page_size)
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
-    def _inside(self, slots: Int64Array) -> Int64Array:
+    def _of_pool(self, slots: Int64Array) -> Int64Array:
         return slots[(slots > 0) & (slots < self._pending.size)]
 
     def _freed(self, freed: Int64Array, scale: int, kind: SlotChange, note: str = "") -> None:
         """Record that slots go back to the pool."""
-        slots = self._inside(self._whole_pages(freed * scale))
+        slots = self._of_pool(self._whole_pages(freed * scale))
         self._given_out(slots, "never written")
         for group in self.groups if slots.size else ():
             self._recorder.slots(kind, group=group, slots=slots, note=note)
@@ -152,7 +155,7 @@ class GroupHistory:
         self._with_slots(self._filled, slots)
 
     def _filled(self, slots: Int64Array) -> None:
-        self._given_out(self._inside(self._whole_pages(slots)), "load-back")
+        self._given_out(self._of_pool(self._whole_pages(slots)), "load-back")
 
     def _given_out(self, slots: Int64Array, note: str) -> None:
         """Record those that were given out and not recorded yet: nobody's."""

@@ -74,7 +74,7 @@ class DeviceStep:
     extend_there: Any = None  # [bs] tokens of this step, if the device has decided
     input_ids: Any
     positions: Any
-    written: tuple[Any, ...]  # of each group, [T] the slot of each token
+    written: Any  # [at least T] the slot of each token; of several groups [groups, at least T]
     num_tokens: int
     drafted: frozenset[str]  # requests that have drafted tokens verified
     given: Any = None  # attention's metadata by layer
@@ -96,11 +96,11 @@ def step_v1(runner: Any, output: Any, groups: Sequence[VllmGroup], input_ids: An
     return DeviceStep(
         names=names,
         prefix=batch.num_computed_tokens_cpu[:bs].astype(np.int64),
-        extend=np.array([output.num_scheduled_tokens[name] for name in names], np.int64),
+        extend=np.fromiter(map(output.num_scheduled_tokens.__getitem__, names), np.int64, bs),
         prefix_there=runner.num_computed_tokens if decided else None,
         input_ids=runner.input_ids.gpu if input_ids is None else input_ids,
         positions=positions,
-        written=tuple(written),
+        written=_in_one(written, total),
         num_tokens=total,
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
         given=getattr(context, "attn_metadata", None),
@@ -122,7 +122,7 @@ def step_v2(output: Any, groups: Sequence[VllmGroup], batch: Any, slot_mappings:
         extend_there=batch.query_start_loc[: bs + 1].diff() if decided else None,
         input_ids=batch.input_ids,
         positions=batch.positions,
-        written=tuple(slot_mappings[group.gid] for group in groups),
+        written=_rows_of(slot_mappings, groups, total),
         num_tokens=total,
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
     )
@@ -141,13 +141,14 @@ class Batch:
 
     names: tuple[str, ...]
     extend: Int64Array  # [bs]
+    extend_bytes: bytes
     prefix: Int64Array  # [bs] of the step that it was last used for
     requests: BatchOfRows
     tokens: list[TokenList]
     parts: tuple[ForwardPart, ...]
     mode: str
     whose: list[tuple[str, ...]]  # names of each forward's requests
-    there: Any  # [3, bs] rows, extend and prefix on the device
+    there: tuple[Any, ...]  # [bs] rows, extend and prefix on the device
 
 
 class DeviceSteps:
@@ -158,6 +159,7 @@ class DeviceSteps:
         self._groups = groups
         self._tables = tables
         self._device = tables[0].table.device
+        self._lies = [(one.table.data_ptr(), one.table.stride(0)) for one in tables]  # vLLM's own, made once
         self._batch: Batch | None = None
         self._prepare()
 
@@ -181,7 +183,7 @@ class DeviceSteps:
             and batch.mode == "decode"
             and not step.drafted
             and batch.names == step.names
-            and bool((batch.extend == step.extend).all())
+            and batch.extend_bytes == step.extend.tobytes()
         )
 
     def before(
@@ -212,7 +214,7 @@ class DeviceSteps:
                 extend=extend,
                 input_ids=step.input_ids,
                 positions=step.positions,
-                out_cache_loc=_in_one(step.written, step.num_tokens),
+                out_cache_loc=step.written,
                 num_tokens=step.num_tokens,
                 requests=batch.requests,
                 truth_lens=[tokens.count for tokens in batch.tokens],
@@ -231,6 +233,7 @@ class DeviceSteps:
         return Batch(
             names=step.names,
             extend=step.extend,
+            extend_bytes=step.extend.tobytes(),
             prefix=step.prefix,
             requests=BatchOfRows(
                 ids=np.array([known.request_id for known in requests], np.int64), truth=tokens, rows=rows
@@ -254,49 +257,60 @@ class DeviceSteps:
             found.append(ForwardPart("target_verify" if drafted[mine[0]] else mode, mine))
         return found
 
-    def _on_device(self, rows: Int64Array, step: DeviceStep) -> Any:
-        """Return rows, extend and prefix `[3, bs]` on the device, without waiting."""
+    def _on_device(self, rows: Int64Array, step: DeviceStep) -> tuple[Any, ...]:
+        """Return rows, extend and prefix, `[bs]` each, on the device, without waiting."""
         import torch
 
         here = torch.from_numpy(np.stack((rows, step.extend, step.prefix)))
         if self._device.type == "cuda":
             here = here.pin_memory()
-        return here.to(self._device, non_blocking=True)
+        return tuple(here.to(self._device, non_blocking=True).unbind())
 
     def _lens(self, step: DeviceStep, attention: AttentionReader) -> AttentionLens | None:
         """Return the lengths that all recorded layers get, None if they do not get the same, or it is not known."""
         if not isinstance(step.given, dict):
             return None
-        lens: AttentionLens | None = None
-        where, tables = set(), True
-        for group, own in zip(self._groups, self._tables, strict=True):
-            metadata = list(map(step.given.get, group.layers))
-            for one, layer in {
-                id(one): (one, layer) for one, layer in zip(metadata, group.layers, strict=True)
-            }.values():
+        where, tables, bs = set(), True, len(step.names)
+        seq_lens: Any = None
+        starts: Any = None
+        for group, own, lies in zip(self._groups, self._tables, self._lies, strict=True):
+            for layer, one in self._each_metadata(group, step.given):
                 seq_lens, starts, table = (getattr(one, name, None) for name in FIELDS)
-                if (
-                    seq_lens is None
-                    or starts is None
-                    or len(seq_lens) < len(step.names)
-                    or len(starts) <= len(step.names)
-                ):
+                if seq_lens is None or starts is None or seq_lens.shape[0] < bs or starts.shape[0] <= bs:
                     return None
                 where.add((seq_lens.data_ptr(), starts.data_ptr()))
                 tables &= (
                     table is not None
-                    and (table.data_ptr(), table.stride(0)) == (own.table.data_ptr(), own.table.stride(0))
+                    and (table.data_ptr(), table.stride(0)) == lies
                     and attention.block_size(layer, own.page_size) == own.page_size
                 )
-                lens = AttentionLens(seq_lens=seq_lens, query_start_loc=starts, tables=tables)
-        return lens if len(where) == 1 else None
+        return AttentionLens(seq_lens=seq_lens, query_start_loc=starts, tables=tables) if len(where) == 1 else None
+
+    @staticmethod
+    def _each_metadata(group: VllmGroup, given: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Return the metadata that a group's layers get, mostly one for all, each with its first layer."""
+        layers = group.layers
+        found = list(map(given.get, layers))
+        if len(set(map(id, found))) == 1:
+            return [(layers[0], found[0])]
+        return list({id(one): (layer, one) for layer, one in reversed([*zip(layers, found, strict=True)])}.values())
 
 
 def _in_one(written: Sequence[Any], tokens: int) -> Any:
-    """Return the slots of each group, `[groups, tokens]`, or `[tokens]` of one."""
+    """Return the slots of each group, `[groups, tokens]`, or of one as they are."""
+    if len(written) == 1:
+        return written[0]
     import torch
 
-    return written[0][:tokens] if len(written) == 1 else torch.stack([slots[:tokens] for slots in written])
+    return torch.stack([slots[:tokens] for slots in written])
+
+
+def _rows_of(slots: Any, groups: Sequence[VllmGroup], tokens: int) -> Any:
+    """Return the slots of groups, of all of vLLM's `[groups, at least tokens]`; without a copy if those are the same."""
+    own = [group.gid for group in groups]
+    if hasattr(slots, "stride") and slots.ndim == 2 and slots.stride(1) == 1 and own == list(range(slots.shape[0])):
+        return slots
+    return _in_one([slots[gid] for gid in own], tokens)
 
 
 def levels_by_blocks(

@@ -1,6 +1,7 @@
 """One vLLM runner's recording: what its steps, its requests and its scheduler's blocks mean in the recorder's words."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from ...trace.header import TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_method
+from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_often
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
@@ -44,7 +45,6 @@ from .step import (
 )
 
 logger = logging.getLogger("kvcanary")
-
 # Which forward each request of a step ran in: (forward's number, names of its requests), one for each forward.
 StepForwards = tuple[tuple[int, tuple[str, ...]], ...]
 
@@ -173,7 +173,9 @@ class VllmRecording:
             for new in output.scheduled_new_reqs:
                 self._begin_request(new.req_id, new, getattr(new, "prefill_token_ids", None))
             self._see_cached(output.scheduled_cached_reqs)
-            for name, known in zip(names := output.num_scheduled_tokens, self.requests.known(names), strict=True):
+            names = output.num_scheduled_tokens
+            found = self.requests.known(names)
+            for name, known in zip(names, found, strict=True) if None in found else ():
                 if known is None:  # running since before the recording began
                     self._begin_request(name, getattr(runner, "requests", {}).get(name))
                     self._pad(name, output)
@@ -211,10 +213,16 @@ class VllmRecording:
 
     def _see_cached(self, cached: Any) -> None:
         """Take over the tokens that the scheduler sends along: of resumed requests, and to the ranks that do not sample."""
-        resumed_ids, counts = cached.resumed_req_ids, getattr(cached, "num_output_tokens", None)
+        resumed_ids, counts = cached.resumed_req_ids, getattr(cached, "num_output_tokens", None) or ()
         all_tokens, sent_tokens = getattr(cached, "all_token_ids", None) or {}, cached.new_token_ids
         all_blocks = (getattr(cached, "new_block_ids", None) or ()) if self.on_device is not None else ()
-        for place, (name, known) in enumerate(zip(cached.req_ids, self.requests.known(cached.req_ids), strict=True)):
+        found = self.requests.known(cached.req_ids)
+        # A load that failed takes back what was sampled on top of it.
+        each = zip(itertools.count(), found, counts, strict=False)
+        less = [place for place, known, n in each if known is not None and known.prompt_len + n < known.tokens.count]
+        if not (resumed_ids or all_tokens or sent_tokens or less) and not any(all_blocks):  # of most steps
+            return
+        for place, (name, known) in enumerate(zip(cached.req_ids, found, strict=True)):
             if known is None:
                 continue
             resumed = name in resumed_ids
@@ -230,8 +238,7 @@ class VllmRecording:
                 self._requests_changed = True
                 known.begin(tokens)
                 continue
-            # A load that failed takes back what was sampled on top of it.
-            if counts and known.prompt_len + counts[place] < known.tokens.count:
+            if place in less:
                 self._requests_changed = True
                 known.cut(known.prompt_len + counts[place])
             sent = sent_tokens[place] if sent_tokens else ()
@@ -354,25 +361,21 @@ class VllmRecording:
         if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
             self.sampled(forwards, result)
             return
+        wrap_often(result, "get_output", functools.partial(self.sampled, forwards), on_fault)
 
-        @around
-        def on_output(*_args: Any, **_kwargs: Any) -> Around:
-            output = yield
-            self.sampled(forwards, output)
-
-        wrap_method(result, "get_output", on_output, on_fault)
-
-    def sampled(self, forwards: StepForwards, result: Any) -> None:
+    def sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:
         """Record the tokens of a step's result."""
         self.external.took_result(result)
         tokens = result.sampled_token_ids
         if tokens is None or not len(tokens):
             return
-        by_name = dict(zip(result.req_ids, tokens, strict=False))
-        logprobs = self._logprobs.read(result)
+        logprobs, by_name = self._logprobs.read(result), dict[str, Any]()
         with self.requests.lock:
             for forward, names in forwards:
-                sampled = [by_name.get(name, ()) for name in names]
+                sampled = tokens
+                if len(forwards) > 1 or len(tokens) != len(names) or names != tuple(result.req_ids):
+                    by_name = by_name or dict(zip(result.req_ids, tokens, strict=False))
+                    sampled = [by_name.get(name, ()) for name in names]
                 for known, new in zip(self.requests.known(names), sampled, strict=True):
                     if known is not None and len(new):
                         known.tokens.append(new)

@@ -9,6 +9,7 @@ import torch
 from kvcanary.recorder.engines.common.hooking import (
     wrap_method,
 )
+from kvcanary.recorder.engines.common.outermost import OutermostCalls
 from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
 
 from .fake_engine import TokenToKVPoolAllocator
@@ -36,9 +37,13 @@ class Told:
 def history(page_size: int, told: Told) -> tuple[TokenToKVPoolAllocator, GroupHistory]:
     allocator = TokenToKVPoolAllocator(24 - page_size, page_size)
     kept = GroupHistory(allocator, (0,), 24, told)  # type: ignore[arg-type]
-    for name, hook in kept.hooks().items():
-        assert wrap_method(allocator, name, hook, lambda name, error: pytest.fail(f"{name}: {error}"))
+    follow(allocator, kept, lambda name, error: pytest.fail(f"{name}: {error}"))
     return allocator, kept
+
+
+def follow(allocator: Any, kept: GroupHistory, on_fault: Any, live: Any = lambda: True) -> None:
+    for name, hook in kept.follow_calls(OutermostCalls(on_fault, live)).items():
+        assert wrap_method(allocator, name, hook, on_fault)
 
 
 def write(kept: GroupHistory, slots: Any, lens: list[int], rows: list[int], ids: list[int]) -> None:
@@ -104,6 +109,46 @@ def test_a_request_with_a_negative_id_holds_slots_as_one_of_several() -> None:
     allocator.alloc(1)
     write(kept, [1], [1], [1], [-5])
     assert told.calls == [("alloc", 0, [1], -5, 1, "shared", "")]
+
+
+class Nested(TokenToKVPoolAllocator):
+    """Takes a page more than it gives out, by its own methods."""
+
+    fails = False
+
+    def alloc_extend(self, size: int) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("no more memory")
+        spare, given = self.alloc(1), self.alloc(size)
+        self.free(spare)
+        return given
+
+
+def test_what_an_allocator_takes_for_itself_and_gives_back_at_once_is_not_told() -> None:
+    told = Told()
+    allocator = Nested(23, 1)
+    kept = GroupHistory(allocator, (0,), 24, told)  # type: ignore[arg-type]
+    follow(allocator, kept, lambda name, error: pytest.fail(f"{name}: {error}"))
+    assert allocator.alloc_extend(2).tolist() == [2, 3]
+    write(kept, [1, 2, 3], [3], [1], [7])
+    assert told.calls == [("alloc", 0, [2, 3], 7, 1, "", "")]
+
+
+def test_an_allocation_that_fails_is_the_engines_error_and_said_once_while_it_is_recorded() -> None:
+    faults: list[tuple[str, str]] = []
+    live = [True]
+    allocator = Nested(23, 1)
+    allocator.fails = True
+    kept = GroupHistory(allocator, (0,), 24, Told())  # type: ignore[arg-type]
+    follow(allocator, kept, lambda name, error: faults.append((name, str(error))), lambda: live[0])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no more memory"):
+            allocator.alloc_extend(2)
+        live[0] = False
+    assert faults == [("alloc_extend", "the engine's function raised RuntimeError")]
+    allocator.fails = False
+    allocator.alloc(1)
+    assert not kept._pending.any()
 
 
 # The prefix cache
