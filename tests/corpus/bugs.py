@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 # Of the modules with what was held out.
-ROUNDS = ("held_out", "second_round", "third_round", "fourth_round", "fifth_round", "sixth_round", "seventh_round")
+ROUNDS = (
+    "held_out",
+    "second_round",
+    "third_round",
+    "fourth_round",
+    "fifth_round",
+    "sixth_round",
+    "seventh_round",
+    "eighth_round",
+)
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
 

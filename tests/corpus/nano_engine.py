@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "nano_vllm")]
 
 # tokens of a block, blocks
-SETUPS = {"nano": (8, 28), "nano-few": (8, 12), "nano-page16": (16, 24)}
+SETUPS = {"nano": (8, 28), "nano-few": (8, 12), "nano-page16": (16, 24), "nano-chunks": (8, 28)}
 
 
 def fired_in(engines: list):
@@ -42,6 +42,8 @@ def generate(setup: str, folder: Path, engines: list) -> None:
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     made = real.Engine(folder / "traces" / "trace.arrow")
     engines.append(made)
+    if setup == "nano-chunks":
+        made.llm.scheduler.max_num_batched_tokens = 21  # a prompt is split, not at a block's end
     first = tokens(20)
     shared = tokens(17)
     asked = {

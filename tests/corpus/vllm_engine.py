@@ -43,6 +43,7 @@ SETUPS = {
     "hybrid": ("hybrid", {}),
     "hybrid-preempt": ("hybrid", {"num_gpu_blocks_override": 22}),
     "llama-eagle": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
+    "llama-eagle-parts": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-late": (
         "llama",
@@ -130,6 +131,8 @@ def generate(setup: str, folder: Path) -> None:
         prompts[3] = tokens(80)
         prompts[0] = shared + tokens(40)
         batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
+    if setup == "llama-eagle-parts":  # that go apart right behind a block
+        batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
         batches = [prompts, [prompts[0][:48] + tokens(30), shared[:20] + tokens(40)], again]
     if setup.startswith("qwen-ngram"):
