@@ -84,6 +84,7 @@ ROUND_NOTES = (
             "found clean."
         ),
     ),
+    ("36a6cc1", "One more never took effect."),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right
