@@ -9,7 +9,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
 from .cluster import CONTENT, KV_HASH, Diagnosis, request_query, slot_query
-from .evidence import CERTAIN, SHOWN_BY
+from .evidence import CERTAIN
 from .facts import Facts
 from .linking import kind_of
 from .places import FINDING, VIOLATION, Places, count_rows
@@ -21,6 +21,38 @@ HIGH, MEDIUM, LOW = "high", "medium", "low"
 _HIGH_FROM: Final = 0.8
 _MEDIUM_FROM: Final = 0.6
 MAX_ALTERNATIVES: Final = 3
+# What would show a kind, for those that evidence leaves open beside another.
+_SHOWN_BY: Final = {
+    "commit_beyond_allocation": "an allocation for this position that is missing",
+    "copy_failed": "a source whose bytes the slot does not hold",
+    "double_free": "a second free of the slot",
+    "eviction_of_locked_page": "an eviction after the request had joined the slot",
+    "failed_load_counted_loaded": "a load that failed or left no bytes",
+    "fork_copy_missing": "a parent whose page was to be copied",
+    "free_too_early": "a free of the slot before its request was done",
+    "future_map_overrun": "samples that come later than they are used",
+    "async_resume_wrong_input": "a resume before the wrong token",
+    "hit_before_written": "an entry in the prefix cache that is older than the write",
+    "host_copy_overwritten": "a second store to the host slot before the load",
+    "kv_changed": "a change of bytes that no write, copy or load goes with",
+    "groups_alias": "the same bytes written in another group",
+    "load_of_other_prefix": "the tokens for which the storage had it",
+    "page_given_twice": "an allocation of the slot while it was held",
+    "position_off": "the positions that the model was fed",
+    "prefix_not_computed": "a count of computed tokens that is older than the slots",
+    "radix_insert_then_free": "a free of the slot under the prefix cache",
+    "req_to_token": "a row that names a slot that was not given for this position",
+    "resume_overwrites_tail": "slots of the row that leak when it is overwritten",
+    "row_reassigned_in_flight": "a row that another request has",
+    "scheduled_after_retraction": "nothing given to the request since it was put back",
+    "shared_page_written": "a write into a page that others had joined",
+    "slot_mapping": "a write that went to another slot than the row names",
+    "stale_prefix_hit": "an eviction of the slot before it was joined",
+    "tokens_truncated_hash_kept": "two prompts with one key",
+    "window_read_wrong": "the positions that attention read",
+    "attention_seq_len_wrong": "the length that attention got",
+    "attention_table_overwritten": "the slots that attention got",
+}
 
 
 def confidence(score: float) -> str:
@@ -125,10 +157,10 @@ def _sentence(diagnosis: Diagnosis | None, best: Ranked, also: int) -> str:
     if held is not None and "written by" not in said:  # who wrote what was read
         where = "it" if f"slot {held.slot} " in said else f"slot {held.slot}"
         said += f"; {where} holds token {held.stored_token}, position {held.stored_position}, written by {held.writer}"
-    others = [kind for kind, _ in best.kinds[1:MAX_ALTERNATIVES] if kind in SHOWN_BY]
+    others = [kind for kind, _ in best.kinds[1:MAX_ALTERNATIVES] if kind in _SHOWN_BY]
     if others and best.cluster.has_trace and best.kinds[0][1].score < CERTAIN:
         said += "; it may also be " + ", or ".join(
-            f"{RULES[kind].title}, which {SHOWN_BY[kind]} would show" for kind in others
+            f"{RULES[kind].title}, which {_SHOWN_BY[kind]} would show" for kind in others
         )
     return f"{said}; the same {also} more time{'s' if also > 1 else ''}" if also else said
 

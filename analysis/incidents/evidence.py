@@ -20,38 +20,6 @@ POSSIBLE: Final = 0.65
 KNOWN: Final = 0.45
 ONLY_LIKELY: Final = 0.5
 REMAINS: Final = 0.25
-# What would show a kind, for those that evidence leaves open beside another.
-SHOWN_BY: Final = {
-    "commit_beyond_allocation": "an allocation for this position that is missing",
-    "copy_failed": "a source whose bytes the slot does not hold",
-    "double_free": "a second free of the slot",
-    "eviction_of_locked_page": "an eviction after the request had joined the slot",
-    "failed_load_counted_loaded": "a load that failed or left no bytes",
-    "fork_copy_missing": "a parent whose page was to be copied",
-    "free_too_early": "a free of the slot before its request was done",
-    "future_map_overrun": "samples that come later than they are used",
-    "async_resume_wrong_input": "a resume before the wrong token",
-    "hit_before_written": "an entry in the prefix cache that is older than the write",
-    "host_copy_overwritten": "a second store to the host slot before the load",
-    "kv_changed": "a change of bytes that no write, copy or load goes with",
-    "groups_alias": "the same bytes written in another group",
-    "load_of_other_prefix": "the tokens for which the storage had it",
-    "page_given_twice": "an allocation of the slot while it was held",
-    "position_off": "the positions that the model was fed",
-    "prefix_not_computed": "a count of computed tokens that is older than the slots",
-    "radix_insert_then_free": "a free of the slot under the prefix cache",
-    "req_to_token": "a row that names a slot that was not given for this position",
-    "resume_overwrites_tail": "slots of the row that leak when it is overwritten",
-    "row_reassigned_in_flight": "a row that another request has",
-    "scheduled_after_retraction": "nothing given to the request since it was put back",
-    "shared_page_written": "a write into a page that others had joined",
-    "slot_mapping": "a write that went to another slot than the row names",
-    "stale_prefix_hit": "an eviction of the slot before it was joined",
-    "tokens_truncated_hash_kept": "two prompts with one key",
-    "window_read_wrong": "the positions that attention read",
-    "attention_seq_len_wrong": "the length that attention got",
-    "attention_table_overwritten": "the slots that attention got",
-}
 
 
 class Held(Enum):
@@ -231,6 +199,10 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
         return Likely(cluster.first.branch)
+    if any(skipped(cluster, s) for s in head):
+        return Likely("input", _POSITIONS)
+    if misplaced(cluster, sign) > 1:
+        return Likely("table", ("req_to_token", "slot_mapping"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":
         if seen.retracted and seen.enough and seen.held is Held.GAVE_UP:
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))
@@ -259,6 +231,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
             return Likely("allocation", ("commit_beyond_allocation", "page_given_twice", "free_too_early"))
         if cluster.is_sliding(sign):
             return Likely("table", ("stale_swa_mapping",))
+        if lost_all(cluster, sign):
+            return Likely("table", ("req_to_token", "row_reassigned_in_flight"))
         if cluster.window(sign) and sign.writer_event < 0:
             return Likely("allocation", ("swa_window_off_by_one", "free_too_early"))
         if seen.enough or seen.rewritten or not cluster.complete:
@@ -289,6 +263,35 @@ def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     """
     computed_now = sign.position >= cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
     return computed_now and (cluster.was_given(sign) or over_its_own(cluster, sign) is not None)
+
+
+def skipped(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either."""
+    told = sign.runner == 0 and (cluster.complete or sign.mode == "decode")  # a chunk may be matched anew
+    return told and cluster.facts.left_out(sign.request_id, sign.position, sign.event) and not cluster.joined(sign)
+
+
+def lost_all(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request reads slots of a window that are not its own up to the position that it has just computed: its row is wrong.
+
+    A window's frontier, or a hit of too little of it, takes the lowest positions.
+    """
+    prefix, own = cluster.facts.prefixes.get((sign.event, sign.request_id), -1), (sign.request_id, sign.group)
+    mine = [s for s in cluster.head if (s.request_id, s.group) == own and (s.kind or s.bits & CONTENT)]
+    given = cluster.window(sign) > 0 and cluster.facts.holds(sign.request_id, cluster.group(sign), sign.event) > 0
+    return given and any(s.position + s.count == prefix and not cluster.was_given(s) for s in mine)
+
+
+def misplaced(cluster: Cluster, sign: Sign) -> int:
+    """How many positions of a sign's request have slots that others filled for another of them: its row is in another order.
+
+    A key that leaves out what came before leads to other tokens than the request has there.
+    """
+    mine = [s for s in cluster.head if (s.request_id, s.group) == (sign.request_id, sign.group) and s.bits & POSITION]
+    own = {(s.position, s.expected_token) for s in mine if s.expected_token >= 0}
+    theirs = [s for s in mine if s.writer_request_id != s.request_id and not cluster.window(s)]
+    theirs = [s for s in theirs if (filled := cluster.filled(s)) is None or filled.what == "written"]
+    return len({s.position for s in theirs if (s.stored_position, s.stored_token) in own})
 
 
 def over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:

@@ -98,6 +98,7 @@ class Facts:
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
     something was loaded from the host for a request. `strayed` holds, by event and request, the row that a request had when it
     was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
+    `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending. `has_frees`: whether slots that
     were given back or evicted are in the trace at all.
     """
@@ -112,6 +113,7 @@ class Facts:
     has_frees: bool = False
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
+    ahead: dict[tuple[int, int], int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)
     strayed: dict[tuple[int, int], int] = field(default_factory=dict)
     wrote: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -140,6 +142,11 @@ class Facts:
         ends = [s.event for s in self.statuses.get(request_id, ()) if s.event < event and s.status == "retracted"]
         since = ends[-1] if ends else NOBODY
         return sum(n for at, of, n in self.given.get(request_id, ()) if since < at <= event and of == group)
+
+    def left_out(self, request_id: int, position: int, event: int) -> bool:
+        """Whether a running request goes on behind a position to which it had not come, and nothing was loaded for it."""
+        ended, prefix = (of.get((event, request_id), 0) for of in (self.ahead, self.prefixes))
+        return 0 < ended <= position < prefix and not self.loads.get(request_id)
 
     def retracted_before(self, request_id: int, event: int) -> bool:
         """Whether a request had been put back, and was taken up again, before an event."""

@@ -156,7 +156,8 @@ class _Gathering(StateListener):
         self._owner = np.full(rows, NOBODY, np.int64)
         self._length = np.zeros(rows, np.int64)
         self._event = -1
-        self._running: set[int] = set()  # wanted requests that had a forward since their last status
+        # Wanted requests that had a forward since their last status: where the last one of the target ended.
+        self._running: dict[int, int] = {}
         # By pool group and host slot: how often it was stored since it was read, and whether it was read since.
         self._stored: dict[tuple[int, int], tuple[int, bool]] = {}
         self._changed_rows: list[tuple[int, int, int, int]] = []  # event, row, start, count
@@ -242,7 +243,7 @@ class _Gathering(StateListener):
         elif isinstance(event, StatusEvent):
             if event.status == "admitted" and 0 <= event.row < len(self._length):
                 self._owner[event.row], self._length[event.row] = event.request_id, 0
-            self._running.discard(event.request_id)
+            self._running.pop(event.request_id, None)
             if event.request_id in self._requests:
                 found = self.facts.statuses[event.request_id]
                 if len(found) < _MAX_STATUSES:
@@ -298,7 +299,11 @@ class _Gathering(StateListener):
         begun = ids[inside].tolist(), forward.prefix_lens[inside].tolist(), forward.extend_lens[inside].tolist()
         for request_id, prefix, extend in zip(*begun, strict=True):
             if request_id in self._requests:
-                self._running.add(request_id)
+                ended = self._running.get(request_id, prefix)
+                if forward.runner == 0:
+                    self._running[request_id] = prefix + max(extend, 0)
+                    if asked and prefix > ended:
+                        self.facts.ahead[forward.event, request_id] = ended
                 begin = Begin(event=forward.event, forward=forward.forward, prefix_len=prefix, extend_len=extend)
                 self.facts.begins.setdefault(request_id, begin)
                 if asked:

@@ -84,6 +84,7 @@ def state_cached_under_a_later_boundary(fired: Fired) -> None:
     "llama-eagle-parts",
     "tokens_truncated_hash_kept",
     "chunk_tail_predicted_token",
+    recorded=False,
 )
 def last_block_of_a_draft_hit_kept(fired: Fired) -> None:
     """The draft model's K and V of a token are made with the token behind it, so that the last block of a hit must be computed anew

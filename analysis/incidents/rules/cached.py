@@ -13,7 +13,7 @@ from ..cluster import (
     rule,
     slot_query,
 )
-from ..evidence import open_transfer
+from ..evidence import open_transfer, skipped
 from ..facts import Fact
 from .copies import copy_finding
 
@@ -194,6 +194,8 @@ def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
         return None
     sign, given = found
     since = (cluster.wrote(sign) or (-1,))[0]
+    if skipped(cluster, sign):
+        return None  # its count ran ahead while it ran: no other life, and no other request, had these computed
     if cluster.forked(sign) or any(since < at <= sign.event for at in cluster.facts.loads.get(sign.request_id, ())):
         return None  # its parent or a storage was to fill it
     back = " was put back, came again and" if cluster.facts.retracted_before(sign.request_id, sign.event) else ""
@@ -236,6 +238,8 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
             why = "though that transfer failed"
         said = f"{sign.reader} read {sign.place} in {sign.when}, which counts as loaded since event {load.event}, {why}"
         score = 0.94 if load.what == "receive_failed" else 0.91 if whole else 0.55
+        if load.what == "loaded" and sign.bits & CONTENT and not sign.bits & KV_HASH:
+            score = min(score, 0.6)  # the bytes are those that came: they were stored for other tokens
         return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
     return None
 

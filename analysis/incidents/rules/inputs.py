@@ -13,6 +13,7 @@ from ..cluster import (
     rule,
     samples_query,
 )
+from ..evidence import skipped
 
 
 @rule("a request's length went back", branch="input", aftermath=True)
@@ -55,6 +56,12 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
             said = f"{sign.reader} computed its token for position {sign.position} at position {sign.stored_position} in forward "
             said += f"{sign.writer_forward}: {sign.place}, read in {sign.when}"
             return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
+    for sign in cluster.head:
+        if skipped(cluster, sign):
+            ended, begins = (of[sign.event, sign.request_id] for of in (cluster.facts.ahead, cluster.facts.prefixes))
+            said = f"{sign.reader} went on from position {begins} in {sign.when}, and its forward before had ended at {ended}: what "
+            said += f"lies between was never computed: {sign.place}"
+            return cluster.diagnosis(0.93, said, sign, cause=sign.event)
     return None
 
 

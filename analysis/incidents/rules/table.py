@@ -1,6 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import CONTENT, POSITION, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
+from ..evidence import lost_all, misplaced
 from .allocation import lower_edge, named_twice, own_free
 
 
@@ -12,13 +13,16 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
         stale = cluster.gave_up(other) and cluster.facts.retracted_before(other.request_id, other.event)
         if (
             strange
-            and cluster.enough(other)
+            and (cluster.enough(other) or lost_all(cluster, other))
             and (stale or not cluster.was_given(other))
             and cluster.rewrite_of(other) is None
         ):
             why = "which it had given back when it was put back" if stale else "which it was never given"
-            said = f"the table row of {other.reader} names {other.place} in {other.when}, {why}, though it had been given slots "
-            said += f"enough: it {other.detail}"
+            held = "slots enough" if cluster.enough(other) else "slots there, and all that it reads is not its own"
+            said = (
+                f"the table row of {other.reader} names {other.place} in {other.when}, {why}, though it had been given "
+            )
+            said += f"{held}: it {other.detail}"
             return cluster.diagnosis(0.9, said, other, *other.evidence, cause=other.event)
     twice = next(((s, again) for s in cluster.head if s.bits and (again := named_twice(cluster, s))), None)
     if twice is not None:
@@ -42,6 +46,10 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     if len(places) > 1 and places == {s.stored_position for s in moved} and cluster.was_given(sign) and not as_hit:
         said = f"the pages in the table row of {sign.reader} stand in another order in {sign.when}: {sign.place} holds position "
         return cluster.diagnosis(0.9, f"{said}{sign.stored_position}, and so on for {len(places)} positions", sign)
+    count = misplaced(cluster, sign)
+    if count > 1:
+        said = f"{count} entries of the table row of {sign.reader} stand in one another's places in {sign.when}: {sign.place} holds "
+        return cluster.diagnosis(0.9, f"{said}position {sign.stored_position}, as the request has it there", sign)
     said = (
         f"the table row of {sign.reader} pointed at {sign.place} in {sign.when}: it holds token {sign.stored_token}, "
     )
@@ -164,6 +172,7 @@ def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
         freed = own_free(cluster, sign) if cluster.window(sign) else None
         placeholder = cluster.window(sign) > 0 and sign.bits & CONTENT and sign.writer_event < 0 and sign.slot >= 0
         placeholder = placeholder and not cluster.was_given(sign) and bool(cluster.facts.given.get(sign.request_id))
+        placeholder = placeholder and not lost_all(cluster, sign)
         if (freed is None and not placeholder) or not lower_edge(cluster, sign):
             continue
         gone = f"was given back in event {freed.event}" if freed is not None else "is gone"
