@@ -107,10 +107,13 @@ class TraceBatch:
         return torch.from_dlpack(pa.array(values)), torch.from_dlpack(pa.array(offsets))
 
     def _column(self, name: str) -> pa.Array:
-        if name in ADDED and name not in self.record_batch.schema.names:
+        places: dict[str, int] | None = self._cache.get("")
+        if places is None:
+            places = self._cache[""] = {one: at for at, one in enumerate(self.record_batch.schema.names)}
+        if name in ADDED and name not in places:
             default: Any = SCALARS[name][1] if name in SCALARS else []  # from before there was such a column
             return pa.array([default] * self.num_events, trace_schema().field(name).type)
-        return self.record_batch.column(name)
+        return self.record_batch.column(places[name])
 
     def _list(self, name: str) -> tuple[npt.NDArray[Any], Int64Array]:
         found: tuple[npt.NDArray[Any], Int64Array] | None = self._cache.get(name)

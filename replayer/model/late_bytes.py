@@ -62,7 +62,11 @@ class LateBytes(RecordedState):
             for file in np.unique(files[late]).tolist():
                 some = late[files[late] == file]
                 some = some[np.argsort(starts[number, some], kind="stable")]
-                kv[some] = _read(self._readers[file], starts[number, some], kv.shape[1])
+                in_order = bool((np.diff(some) == 1).all())
+                found = kv[some[0] : some[-1] + 1] if in_order else np.empty((len(some), kv.shape[1]), np.uint8)
+                _read(self._readers[file], starts[number, some], found)
+                if not in_order:
+                    kv[some] = found
             starts[number, late] = -1
 
     def _store_bytes(self, steps: list[WriteStep], forward: Forward) -> None:
@@ -129,11 +133,9 @@ def _inside(slots: Any, pool: GroupPool) -> Int64Array:
     return slots[(slots >= 0) & (slots < pool.num_slots)]
 
 
-def _read(reader: TraceReader, starts: Int64Array, width: int) -> ByteArray:
-    """Return the bytes `[n, width]` from each place of a file on, ascending; those that follow one another are read at once."""
-    found = np.empty((len(starts), width), np.uint8)
-    flat = found.reshape(-1).data
+def _read(reader: TraceReader, starts: Int64Array, found: ByteArray) -> None:
+    """Fill `found` `[n, width]` with the bytes from each place of a file on, ascending; those that follow one another are read at once."""
+    width, flat = found.shape[1], found.reshape(-1).data
     cuts = np.flatnonzero(np.diff(starts) != width) + 1
     for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(starts)], strict=True):
         reader.read_at(flat[first * width : last * width], int(starts[first]))
-    return found

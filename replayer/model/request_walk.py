@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -12,12 +12,14 @@ from ...recorder.errors import TraceError
 from ...recorder.state.apply import WriteStep
 from ...recorder.state.forward import Forward, add_up
 from ...recorder.state.pools import GroupPool
-from ...recorder.trace.batch import EventView
+from ...recorder.trace.batch import EventView, TraceBatch
 from ...recorder.trace.header import TraceHeader
-from ...recorder.trace.reader import TraceGap
+from ...recorder.trace.reader import TraceGap, TraceReader
 from ...recorder.trace.schema import LOGPROB_BITS
 from ..run.streams import Checks, SegmentStream
 from .late_bytes import LateBytes
+
+_MOST_WAITING_BYTES: Final = 1 << 25  # of batches whose events wait, in their file
 
 
 class Seen(NamedTuple):
@@ -67,6 +69,10 @@ class RequestWalk(LateBytes):
     def __init__(self, header: TraceHeader, request: str) -> None:
         super().__init__(header)
         self.request = request
+        # Ids that may be the request's, and events that wait until one of them comes: None is a gap.
+        self._ids = {int(request)} if request.lstrip("-").isdecimal() else set[int]()
+        self._waiting: list[tuple[TraceReader | None, EventView] | None] = []
+        self._waiting_bytes = 0
         self._follow(-1, named=False)
 
     def _follow(self, request_id: int, *, named: bool) -> None:
@@ -86,27 +92,56 @@ class RequestWalk(LateBytes):
     def walk(self, paths: Sequence[Path], checks: Checks | None = None) -> None:
         """Read a trace to its end; raise `TraceError` if nobody of that name ran in it, or two did.
 
-        With `checks` what others wrote stays in the files, and is checked meanwhile.
+        With `checks` what others wrote stays in the files, and is checked meanwhile. Events are applied once the request comes again: those
+        behind its last are not.
         """
         stream = SegmentStream(paths)
         for item in stream.stream() if checks is None else stream.stream_without_bytes(checks):
             if isinstance(item, TraceGap):
-                self.forget()
+                self._waiting.append(None)
                 continue
-            if checks is not None:
-                self.reads(checks.reader)
-                while (oldest := checks.oldest()) is not None:
-                    self.leave(oldest)
-                    checks.close(oldest)
+            while checks is not None and (oldest := checks.oldest()) is not None:
+                self._catch_up()
+                self.leave(oldest)
+                checks.close(oldest)
+            self._waiting_bytes += _held_bytes(item)
+            reader, mine = checks.reader if checks is not None else None, self._concerns(item)
             for view in item:
-                self.at(view)
-                self.apply(view)
-                if view.kind in ("forward", "sample"):
-                    self._sampled(view)
+                self._waiting.append((reader, view))
+                if mine[view.index] or (view.kind == "sample" and int(view.scalar("forward")) in self._samples_at):
+                    self._catch_up()
+            if self._waiting_bytes > _MOST_WAITING_BYTES:
+                self._catch_up()
         if not self.forwards:
             raise TraceError(
                 f"{paths[0]}: no forward of a request {self.request}; kvcanary sql names those that there are"
             )
+
+    def _concerns(self, batch: TraceBatch) -> BoolArray:
+        """Return which events of a batch may be about the request, `[num_events]`: those that name one, and its forwards."""
+        kinds = np.array(batch.kinds)
+        naming = (kinds == "request") | (kinds == "keyframe")
+        if naming.any():
+            named = np.array([name == self.request for name in batch.strings("name")], np.bool_)
+            self._ids |= set(batch.scalar_ints("request_id")[named].tolist())
+            naming &= named | (kinds == "keyframe")
+        ids, ends = batch.values("request_ids"), batch.offsets("request_ids")
+        mine = np.append(0, np.cumsum(np.isin(ids, list(self._ids))))[ends]
+        return naming | ((kinds == "forward") & (np.diff(mine) > 0))
+
+    def _catch_up(self) -> None:
+        """Apply the events that wait."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        for one in waiting:
+            if one is None:
+                self.forget()
+                continue
+            reader, view = one
+            self.reads(reader)
+            self.at(view)
+            self.apply(view)
+            if view.kind in ("forward", "sample"):
+                self._sampled(view)
 
     def _store_bytes(self, steps: list[WriteStep], forward: Forward) -> None:
         mine = [r for r in range(len(forward.request_ids)) if self._is_mine(forward, r)] if forward.runner == 0 else []
@@ -182,17 +217,20 @@ class RequestWalk(LateBytes):
             writers[:] = forward.event, forward.forward, forward.request_ids[r]
         held = self._room(pool, int(positions.max()) + 1)
         new = np.ones(len(slots), np.bool_)
+        changed = [np.zeros(len(slots), np.bool_) for _ in data]
         if not wrote:
             new = (held.slots[positions] != slots) | (held.events[positions] != writers[:, 0])
-        differ = [(have[positions] != now).any(axis=1) for have, now in zip(held.data, data, strict=True)]
-        changed = [~new & one & now.any(axis=1) for one, now in zip(differ, data, strict=True)]  # zeros: nobody knows
-        new = np.logical_or.reduce([new, *changed])
+            same = np.flatnonzero(~new)
+            for one, have, now in zip(changed, held.data, data, strict=True):
+                differs = (have[positions[same]] != now[same]).any(axis=1)
+                one[same] = differs & now[same].any(axis=1)  # zeros: nobody knows
+            new = np.logical_or.reduce([new, *changed])
         held.slots[positions], held.events[positions] = slots, writers[:, 0]
         for have, now in zip(held.data, data, strict=True):
             have[positions] = now
         if new.any():
             records = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[new]][:, :2].copy()
-            parts = [now[new] for now in data], [one[new] for one in changed]
+            parts = [now if new.all() else now[new] for now in data], [one[new] for one in changed]
             place = positions[new], slots[new], writers[new], records, *parts
             self.seen.append(Seen(forward.event, forward.forward, wrote, pool.index, *place))
 
@@ -268,3 +306,9 @@ class RequestWalk(LateBytes):
         tokens[:known] = np.where(self.truth[:known] >= 0, self.truth[:known], tokens[:known])
         unknown = np.flatnonzero(tokens < 0)
         return tokens[: int(unknown[0])] if len(unknown) else tokens
+
+
+def _held_bytes(batch: TraceBatch) -> int:
+    """Return what a batch takes in its file, without bytes that were left there."""
+    held = 0 if batch.buffer_bytes is None else int(batch.buffer_bytes.sum())
+    return held - (len(batch.values("kv_bytes")) if batch.unread_at >= 0 else 0)

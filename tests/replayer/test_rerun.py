@@ -10,6 +10,7 @@ from kvcanary.analysis.shrink.proof import write_part
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.recorder.trace.schema import LOGPROB_BITS, LOGPROB_KINDS
 from kvcanary.replayer.cli.rerun import rerun_command
+from kvcanary.replayer.model import request_walk
 from kvcanary.replayer.model.logprobs import compare
 from kvcanary.replayer.model.request_walk import RequestWalk, SampledLogprob
 from kvcanary.replayer.model.rerun import Differs, Model, Rerun
@@ -204,3 +205,25 @@ def test_a_request_that_is_not_there_is_said(checkpoint):
     asked = [str(DATA / "clean_llama.arrow"), "--request", "nobody", "--model", str(checkpoint)]
     done = CliRunner().invoke(rerun_command, asked)
     assert done.exit_code == 2 and "no forward of a request nobody" in done.stderr
+
+
+@pytest.mark.parametrize("trace", ["clean_llama.arrow", "kv_flip.arrow", "free_too_early.arrow"])
+def test_events_behind_a_request_s_last_are_left_alone_and_nothing_else_is_other(trace, monkeypatch):
+    def walked(name):
+        walk = RequestWalk(SegmentStream([DATA / trace]).header, name)
+        applied, apply = [], walk.apply
+        monkeypatch.setattr(walk, "apply", lambda view: (applied.append(view.number), apply(view)))
+        walk.walk([DATA / trace])
+        return walk, applied
+
+    numbers = [view.number for item in SegmentStream([DATA / trace]).stream() for view in item]
+    for name in ("short", "long"):
+        late, applied = walked(name)
+        assert applied == numbers[: len(applied)] and applied[-1] >= late.seen[-1].event
+        with monkeypatch.context() as patch:
+            patch.setattr(request_walk, "_MOST_WAITING_BYTES", -1)
+            at_once, all_applied = walked(name)
+        assert all_applied == numbers and len(applied) < len(numbers)
+        for one, other in zip(late.seen, at_once.seen, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        assert late.fed == at_once.fed and late.logprobs == at_once.logprobs
