@@ -71,6 +71,12 @@ def test_token_rows(seed: int) -> None:
     TOKEN_ROW_CASES.check_token_rows(seed, DEVICE, scale=2)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", [15, 41, 58, 66, 76])
+def test_whole_heads_of_one_byte_that_storing_does_not_change(seed: int) -> None:
+    TOKEN_ROW_CASES.check_token_rows(seed, DEVICE, scale=2, exact=True)
+
+
 # The prefix sums go over 512 requests at a time.
 @pytest.mark.parametrize("bs", [1, 2, 512, 513])
 def test_a_batch_of_one_request_more_than_a_plan_has_room_for(bs: int) -> None:

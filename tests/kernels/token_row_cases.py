@@ -12,8 +12,8 @@ _cases: Any = sys.modules["kvcanary_device_cases"]
 Side, both = _cases.Side, _cases.both
 
 
-def check_token_rows(seed: int, device: str, *, scale: int) -> None:
-    """Rows of odd sizes, right, wrong, empty and of nobody, in every dtype, turned and not."""
+def check_token_rows(seed: int, device: str, *, scale: int, exact: bool = False) -> None:
+    """Rows of odd sizes, right, wrong, empty and of nobody, in every dtype, turned and not; `exact`: storing them changes nothing."""
     rng = np.random.default_rng(seed)
     dtype = str(rng.choice(list(ITEM_BYTES)))
     item, count = ITEM_BYTES[dtype], int(rng.integers(0, 15 * scale))
@@ -47,6 +47,8 @@ def check_token_rows(seed: int, device: str, *, scale: int) -> None:
     encoding = Encoding(dtype)
     if item == 1 or rng.random() < 0.1:
         encoding = Encoding(dtype, *rng.choice([0.02, 0.125, 1.0], 3).tolist(), float(rng.choice([0.0, 2.0])))
+    if exact:
+        encoding = Encoding(dtype)
     kind = getattr(torch, dtype)
     with np.errstate(invalid="ignore"):
         stored = torch.from_numpy(np.nan_to_num(right, nan=0.0, posinf=1.0, neginf=1.0) / np.float32(encoding.scale))

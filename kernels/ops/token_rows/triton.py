@@ -213,7 +213,8 @@ def token_rows(
     turned_by = cosines, sines, low_cosines if has_low else table.low, low_sines if has_low else table.low
     captured = data[: len(data) // item * item].view(_WORDS[item]), begins, rows, positions
     half = table.halves
-    if half and turns is not None and not encoding.quantised and half & (half - 1) == 0 and 8 <= half <= _MOST_HALF:
+    floats = item > 1 and not encoding.quantised  # codes of one byte are looked up, which the kernel of heads does not
+    if half and turns is not None and floats and half & (half - 1) == 0 and 8 <= half <= _MOST_HALF:
         each = max(1, _PAIRS // half)
         _heads_kernel[(triton.cdiv(count, each),)](
             captured,
