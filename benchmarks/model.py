@@ -1,11 +1,12 @@
 """Measure what `kvcanary-replay --model` and `kvcanary rerun` cost on this machine, on its GPU if it has one.
 
     python benchmarks/model.py [--tokens 262144] [--layers 8] [--hidden 4096] [--vocabulary 128256] [--capture 16,2048] [--runs 3]
-        [--only oracle] [--json]
+        [--more 4194304,16777216] [--only oracle|kernel] [--json]
 
 A checkpoint of Llama's shape with random weights is made, and recordings of requests of 8,192 tokens, whose bytes are what its first
 layer gives in the engine's dtype. The oracle: how many bytes a second the comparison takes in, captured bytes and the table's, where
-both lie on the device, beside what a copy on that device reads and writes, measured in the same run; and a replay with the model
+both lie on the device, beside what a copy on that device reads and writes, measured in the same run, and the captured
+bytes alone; with `--more` also of so many tokens, with the fewest bytes of each; and a replay with the model
 beside one without (medians, in turn), and where its time is, in one more run. Rerun: a request of 8,192 tokens computed and compared, from a
 recording that is mostly others' (behind it, and before it), one that is all its own, and one that has bytes of every layer, beside the model's own prefill of it
 in the engine's dtype. The model is in memory each time. The exit status is 2 if a replay is not clean or compares less than everything,
@@ -68,7 +69,8 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--capture", default="16,2048", help="bytes of a token's K, and of its V, that are recorded")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", choices=("oracle",), help="leave rerun out")
+    parser.add_argument("--more", default="", help="tokens, joined by commas, of which rows are compared, too")
+    parser.add_argument("--only", choices=("oracle", "kernel"), help="leave rerun out, or replays, too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"}
@@ -78,15 +80,20 @@ def main() -> int:
         found["memory, GB a second"] = round(memory_speed() / 1e9)
         captures = [int(one) for one in options.capture.split(",")]
         for capture in sorted(captures):
-            largest = trace = record(Path(folder) / f"{capture}.arrow", checkpoint, options.tokens, capture)
-            tell(f"recorded {trace.name}, {trace.stat().st_size >> 20} MiB")
-            figures = oracle(trace, checkpoint, options, capture)
+            figures: dict[str, Any] = {}
+            if options.only != "kernel":
+                largest = trace = record(Path(folder) / f"{capture}.arrow", checkpoint, options.tokens, capture)
+                tell(f"recorded {trace.name}, {trace.stat().st_size >> 20} MiB")
+                figures = oracle(trace, checkpoint, options, capture)
             figures |= kernel(checkpoint, options.tokens, capture)
             failed |= min(figures["K"]["rows that fit"], figures["V"]["rows that fit"]) < FIT
             missed |= min(figures["K"]["share of memory speed"], figures["V"]["share of memory speed"]) < TARGET_SHARE
             found[f"oracle, {capture} bytes of a half"] = figures
             tell(str(figures))
-        if options.only != "oracle":
+        for tokens in map(int, filter(None, options.more.split(","))):
+            found[f"oracle, {tokens:,} tokens"] = kernel(checkpoint, tokens, min(captures))
+            tell(str(found[f"oracle, {tokens:,} tokens"]))
+        if not options.only:
             own = record(Path(folder) / "own.arrow", checkpoint, LENGTH, max(captures))
             layers = record_layers(Path(folder) / "layers.arrow", checkpoint, options.layers)
             last = str(options.tokens // LENGTH)
@@ -206,6 +213,7 @@ def kernel(checkpoint: Path, tokens: int, capture: int) -> dict[str, Any]:
         figures["bytes a second"] = tokens * (capture + row_bytes) / seconds
         figures["memory, bytes a second"] = memory_speed()
         figures["share of memory speed"] = figures["bytes a second"] / figures["memory, bytes a second"]
+        figures["by captured bytes alone"] = tokens * capture / seconds / figures["memory, bytes a second"]
         found[half] = figures
     return found
 
@@ -215,8 +223,8 @@ def seconds_of(args: tuple[Any, ...]) -> float:
     data, (begins, rows, positions), table, turns, encoding = args
     if DEVICE == "cpu":
         given = {"begins": begins, "rows": rows, "positions": positions, "flags": np.zeros(len(rows), np.uint8)}
-        on_host = TokenTable(*(one.numpy() for one in table))
-        angles = None if turns is None else Turns(*(one if isinstance(one, float) else one.numpy() for one in turns))
+        on_host = TokenTable(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in table))
+        angles = None if turns is None else Turns(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in turns))
         begin = time.perf_counter()
         token_rows(data=data, **given, table=on_host, turns=angles, encoding=encoding)
         return time.perf_counter() - begin

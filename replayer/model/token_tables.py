@@ -188,6 +188,7 @@ class TokenTables:
                 torch.from_numpy(partners.astype(np.int32)).to(values.device),
                 values.new_zeros((more, values.shape[1]) if turns else (1, 1), dtype=torch.int16),
                 self._halves(half, len(partners)),
+                _shift(partners),
             )
             if table is not None:
                 new.values[: self._size], new.allowed[: self._size] = (
@@ -221,6 +222,12 @@ def _memory(device: str) -> Iterator[None]:
 def _array(one: Any) -> Any:
     """Return a tensor as an array, and anything else as it is."""
     return one.numpy() if hasattr(one, "numpy") else one
+
+
+def _shift(partners: Int64Array) -> int:
+    """Return how many columns behind each value its partner stands, 0 if not all as many."""
+    first = int(partners[0]) if len(partners) else 0
+    return first if (partners == first + np.arange(len(partners))).all() else 0
 
 
 def _rounded(columns: Int64Array) -> Int64Array:

@@ -24,9 +24,12 @@ def check_token_rows(seed: int, device: str, *, scale: int, exact: bool = False)
     values[rng.random(values.shape) < 0.001] = rng.choice([np.nan, np.inf])
     partners = rng.integers(0, columns, width).astype(np.int32)
     allowed = np.abs(rng.standard_normal(tokens)).astype(np.float32) * np.float32(rng.choice([0.0, 0.01, 0.5]))
-    half = 0
+    half = shift = 0
+    if seed % 2:
+        shift = columns - width
+        partners = (np.arange(width) + shift).astype(np.int32)
     if period >= 16 and rng.random() < 0.5:  # whole heads
-        half, columns = period // 2, max(1, width // period) * period
+        shift, half, columns = 0, period // 2, max(1, width // period) * period
         width = columns
         values = values[:, :1].repeat(columns, axis=1) * rng.standard_normal(columns).astype(np.float32)
         dim = np.arange(columns)
@@ -65,7 +68,9 @@ def check_token_rows(seed: int, device: str, *, scale: int, exact: bool = False)
         data[16 * apart * order[n] :][: width * item] = raw[n]
 
     def run(side: Any) -> None:
-        table = TokenTable(side.given(values), side.given(allowed), side.given(partners), side.given(bits[0]), half)
+        table = TokenTable(
+            side.given(values), side.given(allowed), side.given(partners), side.given(bits[0]), half, shift
+        )
         low = (side.given(bits[1]), side.given(bits[2]), noise) if has_low else ()
         token_rows(
             data=side.given(data.reshape(-1, 16)).reshape(-1),  # an odd place would be no multiple of 16

@@ -25,7 +25,7 @@ class TokenTable(NamedTuple):
     `width` are compared, and how far each may be off, `allowed` `[rows] float32`.
 
     `partners` `[width] int32` is the column with which each turns; if `halves` is not 0, these are whole heads in which the first so many
-    turn with the others, one by one. `low` `[rows, columns] int16`, if there are angles for it, is the
+    turn with the others, one by one; if `shift` is not 0, each stands so many columns behind. `low` `[rows, columns] int16`, if there are angles for it, is the
     same as bfloat16 computes it, as bits.
     """
 
@@ -34,6 +34,7 @@ class TokenTable(NamedTuple):
     partners: Int32Array
     low: Int16Array
     halves: int = 0
+    shift: int = 0
 
 
 class Turns(NamedTuple):

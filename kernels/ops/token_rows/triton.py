@@ -12,6 +12,10 @@ from .reference import ALIGNED, NEAR_LARGEST, Encoding, TokenTable, Turns
 
 _TILE = 1024  # columns that are looked at together
 _VALUES = 4096  # of a program at once
+_NARROW = (
+    256  # columns, up to which a program takes fewer values: of many rows each thread keeps much else in registers
+)
+_NARROW_VALUES = 1024
 _PAIRS = 1024
 _MOST_HALF = 256
 _FLAGS = tl.constexpr(2)
@@ -61,6 +65,7 @@ def _token_rows_kernel(
     width: tl.constexpr = SHAPE[1]  # columns that are compared
     columns: tl.constexpr = SHAPE[2]  # of the table
     period: tl.constexpr = SHAPE[3]  # columns after which the angles begin again; 0: nothing turns
+    shift: tl.constexpr = SHAPE[4]  # columns from a value to its partner, if all have as many; else 0
     each: tl.constexpr = TILE[0]  # rows of a program
     tile: tl.constexpr = TILE[1]  # columns that are looked at together
     data, begins, rows, positions = captured
@@ -91,7 +96,10 @@ def _token_rows_kernel(
         at = row[:, None] + column[None, :]
         own = tl.load(values + at, mask=mine, other=0.0)
         if period > 0:
-            there_partner = row[:, None] + tl.load(partners + column, mask=inside, other=0)[None, :]
+            if shift > 0:  # then values that lie beside one another are read together
+                there_partner = at + shift
+            else:
+                there_partner = row[:, None] + tl.load(partners + column, mask=inside, other=0)[None, :]
             turn = place[:, None] + (column % period)[None, :]
             cosine = tl.load(cosines + turn, mask=mine, other=1.0)
             sine = tl.load(sines + turn, mask=mine, other=0.0)
@@ -233,7 +241,7 @@ def token_rows(
             enable_fp_fusion=False,
         )
         return
-    each = max(1, _VALUES // tile)
+    each = max(1, (_NARROW_VALUES if tile <= _NARROW else _VALUES) // tile)
     period = 0 if turns is None else turns.cosines.shape[1]
     _token_rows_kernel[(triton.cdiv(count, each),)](
         captured,
@@ -244,7 +252,7 @@ def token_rows(
         count,
         (noise, encoding.scale, encoding.relative, encoding.absolute, NEAR_LARGEST * encoding.largest),
         DTYPE=encoding.dtype,
-        SHAPE=(ALIGNED // item, width, table.values.shape[1], period),
+        SHAPE=(ALIGNED // item, width, table.values.shape[1], period, table.shift),
         LOW=has_low,
         QUANTISED=encoding.quantised,
         TILE=(each, tile),
