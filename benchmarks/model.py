@@ -224,7 +224,9 @@ def seconds_of(args: tuple[Any, ...]) -> float:
     if DEVICE == "cpu":
         given = {"begins": begins, "rows": rows, "positions": positions, "flags": np.zeros(len(rows), np.uint8)}
         on_host = TokenTable(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in table))
-        angles = None if turns is None else Turns(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in turns))
+        angles = (
+            None if turns is None else Turns(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in turns))
+        )
         begin = time.perf_counter()
         token_rows(data=data, **given, table=on_host, turns=angles, encoding=encoding)
         return time.perf_counter() - begin
