@@ -19,20 +19,14 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import numpy as np
 import torch
-from kvcanary.recorder.engines.common import hooking
-from kvcanary.recorder.engines.sglang import history as sglang_history
-from kvcanary.recorder.engines.vllm import blocks as vllm_blocks
-from kvcanary.recorder.engines.vllm import recording as vllm_recording
+from kvcanary.tests.support.engines.hook_watch import HookWatch
 from kvcanary.tests.support.engines.steady import SteadySglang, SteadyVllm, no_kernels
 
 ENGINES = ("sglang", "vllm v1", "vllm v2")
@@ -45,83 +39,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.spent: dict[str, int] = defaultdict(int)
+        self._running, self._since = "", 0
 
-    def around(
-        self, name: str, wrapper: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a hook's wrapper of a function."""
-        inside = 0
-
-        def engines(*given: Any, **named: Any) -> Any:
-            nonlocal inside
-            begin = time.perf_counter_ns()
-            try:
-                return original(*given, **named)
-            finally:
-                inside += time.perf_counter_ns() - begin
-
-        begin = time.perf_counter_ns()
-        try:
-            return wrapper(engines, *args, **kwargs)
-        finally:
-            self.spent[name] += time.perf_counter_ns() - begin - inside
-
-
-@contextmanager
-def timed_hooks(clock: Clock) -> Iterator[None]:
-    """Time all hooks that are set meanwhile."""
-    harmless, often = hooking.harmless, hooking.wrap_often
-    calls = getattr(sglang_history, "OutermostCalls", None)  # another version of the code may have none
-
-    def timed(hook: Any, *args: Any) -> Any:
-        wrapper, name = harmless(hook, *args), getattr(hook, "__name__", "hook")
-        return lambda original, *given, **named: clock.around(name, wrapper, original, *given, **named)
-
-    def timed_often(owner: Any, name: str, after: Any, on_fault: Any) -> bool:
-        return timed_put(owner, name, lambda: often(owner, name, after, on_fault))
-
-    def timed_outermost(self: Any, owner: Any, name: str, after: Any) -> bool:
-        return timed_put(owner, name, lambda: outermost(self, owner, name, after))
-
-    def timed_put(owner: Any, name: str, put: Callable[[], bool]) -> bool:
-        original = getattr(owner, name, None)
-        if original is None:
-            return put()
-        inside = [0]
-
-        def engines(*given: Any, **named: Any) -> Any:
-            begin = time.perf_counter_ns()
-            try:
-                return original(*given, **named)
-            finally:
-                inside[0] = time.perf_counter_ns() - begin
-
-        setattr(owner, name, engines)
-        found = put()
-        wrapper = getattr(owner, name)
-
-        def outer(*given: Any, **named: Any) -> Any:
-            begin = time.perf_counter_ns()
-            try:
-                return wrapper(*given, **named)
-            finally:
-                clock.spent[name] += time.perf_counter_ns() - begin - inside[0]
-
-        setattr(owner, name, outer)
-        return found
-
-    outermost = getattr(calls, "wrap", None)
-    with ExitStack() as stack:
-        put_in_place = [(hooking, "harmless", timed), (hooking, "wrap_often", timed_often)]
-        put_in_place += [
-            (module, "wrap_often", timed_often)
-            for module in (vllm_blocks, vllm_recording)
-            if hasattr(module, "wrap_often")
-        ]
-        put_in_place += [(calls, "wrap", timed_outermost)] if outermost else []
-        for owner, name, value in put_in_place:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
+    def change(self, name: str) -> None:
+        """Another runs from now on: a hook, or the engine."""
+        if self._running:
+            self.spent[self._running] += time.perf_counter_ns() - self._since
+        self._running, self._since = name, time.perf_counter_ns()
 
 
 def background_ns() -> int:
@@ -133,7 +57,7 @@ def background_ns() -> int:
 def measure(engine: str, requests: int, steps: int, *, cold: bool, profile: bool) -> dict[str, Any]:
     """Run an engine and return microseconds: of all hooks, of each hook, of the recorder's threads, a step."""
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder, no_kernels() as kernels, timed_hooks(clock):
+    with tempfile.TemporaryDirectory() as folder, no_kernels() as kernels, HookWatch(clock.change).hooks():
         where = Path(folder)
         of_vllm = {"v2": engine.endswith("v2")}
         one: Any = (

@@ -87,7 +87,7 @@ def no_kernels() -> Iterator[NoKernels]:
         put(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)
         put(sglang_attachment, "not_applied", list)
         put(VllmAttachment, "end_with_process", lambda _: None)
-        put(vllm_kv, "stored_plainly", lambda *_: {"K", "V"})
+        put(vllm_kv, "stored_halves", lambda *_: dict.fromkeys("KV", vllm_kv.PLAIN))
         put(RecordingSettings, "new_sampling_seed", lambda _: None)
         yield kernels
 
@@ -373,4 +373,4 @@ class _RunnerV2(_Runner):
     def prepare_attn(self, batch: Any) -> tuple[Any, Any]:
         """Return block tables and slots."""
         tables = self.input_batch.block_table
-        return tuple(t.block_table.gpu for t in tables), [t.slot_mapping.gpu for t in tables]
+        return tuple(t.block_table.gpu for t in tables), torch.stack([t.slot_mapping.gpu for t in tables])
