@@ -1,17 +1,15 @@
 """What an engine does beside its forwards: requests, slots that change hands, copies, sweeps, transfers, notes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ..errors import json_text
 from ..trace import schema
-from ..trace.event import NO_LISTS, TraceEvent
+from ..trace.event import EventRows
 from ..trace.schema import (
-    ALLOC_FRESH,
-    ALLOC_SHARED,
     SEND,
     TIER_POOL,
     AllocStatus,
@@ -23,22 +21,9 @@ from ..trace.schema import (
 from .host_arrays import CopyEnds, one_of, ordered_runs, own_int64, runs_to_slots, whole_number
 from .privacy import IdentityValue, identity_columns
 from .recording import Recording, guarded
+from .slot_numbers import GivenOut, SlotsChanged, allocation_rows, change_rows
 
 MAX_NAME: Final = 1024  # characters of a request's name: whoever sends a request may choose it
-
-
-class SlotsChanged(NamedTuple):
-    """Runs of `each` slots, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
-
-    kind: SlotChange
-    groups: Sequence[int]
-    starts: Sequence[int]
-    each: int
-    request_id: int = -1
-    row: int = -1
-    status: AllocStatus = ALLOC_FRESH
-    note: str = ""
-    time_ns: int = 0  # when, 0 for now
 
 
 class EventRecording(Recording):
@@ -135,54 +120,19 @@ class EventRecording(Recording):
         `slots` are `[n]`, those of a request together and ascending, in each of `groups` the same; `requests` `[n]` places in
         the batch, ascending; `request_ids`, `rows` `[bs]`. A negative id is nobody's, or several requests': "shared".
         """
-        begins = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (np.diff(requests, prepend=-1) != 0))
-        starts, counts, owners = slots[begins], np.diff(begins, append=slots.size), requests[begins]
-        first = np.flatnonzero(np.diff(owners, prepend=-1))
-        bounds = np.append(first, begins.size).tolist()
-        owners = owners[first]
-        ids, of_rows = np.asarray(request_ids)[owners].tolist(), np.asarray(rows, np.int64)[owners]
-        of_groups = [np.full(starts.size, group, np.int64) for group in groups]
-        runs = [(numbers, self._numbers.runs(numbers, starts)) for numbers in of_groups]
-        events, now = [], self._now()
-        for place, (request_id, begin, end) in enumerate(zip(ids, bounds, bounds[1:], strict=False)):
-            for numbers, begun in runs:
-                ints = {
-                    "slot_group": numbers[begin:end],
-                    "slot_start": begun[begin:end],
-                    "slot_count": counts[begin:end],
-                }
-                ints["req_pool_indices"] = of_rows[place : place + 1]
-                status = ALLOC_FRESH if request_id >= 0 else ALLOC_SHARED
-                scalars: dict[str, int | str] = {"request_id": request_id, "status": status}
-                events.append(TraceEvent(kind="alloc", time_ns=now, scalars=scalars, ints=ints, bytes=NO_LISTS))
-        self._put_all(events)
+        given = GivenOut(groups, slots, requests, np.asarray(request_ids, np.int64), np.asarray(rows, np.int64))
+        self._put_all([allocation_rows(given, self._numbers, self._now())])
 
     @guarded
     def slots_changed(self, changes: Sequence[SlotsChanged]) -> None:
         """Say what `slots` says of many changes, in order, at once."""
-        sizes = [len(one.groups) * len(one.starts) for one in changes]
-        ends = np.cumsum(sizes).tolist()
-        groups = np.array([group for one in changes for group in one.groups for _ in one.starts], np.int64)
-        starts = np.array([start for one in changes for _ in one.groups for start in one.starts], np.int64)
-        starts = self._numbers.runs(groups, starts)
-        counts, rows = np.array([(one.each, one.row) for one in changes], np.int64).reshape(-1, 2).T.copy()
-        counts = np.repeat(counts, sizes)
-        events = []
-        for place, (one, size, end) in enumerate(zip(changes, sizes, ends, strict=True)):
-            mine = slice(end - size, end)
-            ints = {"slot_group": groups[mine], "slot_start": starts[mine], "slot_count": counts[mine]}
-            if one.row >= 0:
-                ints["req_pool_indices"] = rows[place : place + 1]
-            scalars: dict[str, int | str] = {"request_id": one.request_id, "status": one.status, "note": one.note}
-            time_ns = one.time_ns or self._now()
-            events.append(TraceEvent(kind=one.kind, time_ns=time_ns, scalars=scalars, ints=ints, bytes=NO_LISTS))
-        self._put_all(events)
+        self._put_all(change_rows(changes, self._numbers, self._now()))
 
     def slot_changed(self, change: SlotsChanged) -> None:
         """Say what `slots` says of one change."""
         self.slots_changed((change,))
 
-    def _put_all(self, events: Sequence[TraceEvent]) -> None:
+    def _put_all(self, events: Sequence[EventRows]) -> None:
         self.outbox.put_all(events)
         self._stop_with_writer()
 

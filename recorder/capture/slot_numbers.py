@@ -1,17 +1,25 @@
 """The numbers of a trace: of slots, of which slot 0 is padding whatever it is in the engine, and of rows that are lent.
 
 A canary never looks at slot 0. If an engine uses it, the recorder numbers the group's slots from 1: slot s of the trace
-is the engine's slot s - `slot_shift`. Other padding slots that an engine has become slot 0.
+is the engine's slot s - `slot_shift`. Other padding slots that an engine has become slot 0. Slots that change hands become rows
+of the trace here, those of many requests at once.
 """
 
 import dataclasses
 import hashlib
+import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import Int64Array
+from ..trace.event import EventRows
 from ..trace.header import PoolGroup, TraceHeader
+from ..trace.schema import ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
+from .host_arrays import ragged_index
 
 DEFAULT_PADDING = (0,)
 
@@ -131,3 +139,82 @@ def request_id_of(name: str, *, signed: bool = False) -> int:
 def slot_shift(group: PoolGroup) -> int:
     """Return by how much a group's slots are higher in the trace than in the engine."""
     return int(0 not in group.padding_slots)
+
+
+class SlotsChanged(NamedTuple):
+    """Runs of `each` slots, from `starts` on in each of `groups`, that changed hands; the rest as `slots` has it."""
+
+    kind: SlotChange
+    groups: Sequence[int]
+    starts: Sequence[int]
+    each: int
+    request_id: int = -1
+    row: int = -1
+    status: AllocStatus = ALLOC_FRESH
+    note: str = ""
+    time_ns: int = 0  # when, 0 for now
+
+
+class GivenOut(NamedTuple):
+    """Slots that a forward's requests were given, those of a request together and ascending, in each group the same."""
+
+    groups: Sequence[int]
+    slots: Int64Array  # [n]
+    requests: Int64Array  # [n] places in the batch, ascending
+    request_ids: Int64Array  # [bs], negative: nobody's, or several requests'
+    rows: Int64Array  # [bs]
+
+
+def allocation_rows(given: GivenOut, numbers: SlotNumbers, time_ns: int) -> EventRows:
+    """Return an allocation for each request and group, with the runs of slots that the request got there."""
+    slots, requests = given.slots, given.requests
+    begins = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (np.diff(requests, prepend=-1) != 0))
+    starts, counts, owners = slots[begins], np.diff(begins, append=slots.size), requests[begins]
+    first = np.flatnonzero(np.diff(owners, prepend=-1))
+    each = np.asarray(given.groups, np.int64)
+    ids, rows = (np.repeat(of[owners[first]], each.size) for of in (given.request_ids, given.rows))
+    lens = np.repeat(np.diff(first, append=begins.size), each.size)
+    runs, groups = ragged_index(np.repeat(first, each.size), lens), np.repeat(np.tile(each, first.size), lens)
+    statuses = [ALLOC_SHARED if one < 0 else ALLOC_FRESH for one in ids.tolist()]
+    return EventRows(
+        kind="alloc",
+        times_ns=np.full(ids.size, time_ns, np.int64),
+        scalars={"request_id": ids, "status": _one_or_each(statuses)},
+        ints={
+            "slot_group": (groups, lens),
+            "slot_start": (numbers.runs(groups, starts[runs]), lens),
+            "slot_count": (counts[runs], lens),
+            "req_pool_indices": (rows, np.ones_like(rows)),
+        },
+    )
+
+
+def change_rows(changes: Sequence[SlotsChanged], numbers: SlotNumbers, time_ns: int) -> list[EventRows]:
+    """Return changes in their order, those of a kind that follow one another together."""
+    sizes = np.array([len(one.groups) * len(one.starts) for one in changes], np.int64)
+    groups = np.array([group for one in changes for group in one.groups for _ in one.starts], np.int64)
+    starts = np.array([start for one in changes for _ in one.groups for start in one.starts], np.int64)
+    starts = numbers.runs(groups, starts)
+    told = [(one.each, one.row, one.request_id, one.time_ns or time_ns) for one in changes]
+    counts, rows, ids, times_ns = np.array(told, np.int64).reshape(-1, 4).T.copy()
+    counts, found, first, at = np.repeat(counts, sizes), list[EventRows](), 0, 0
+    for kind, several in itertools.groupby(changes, attrgetter("kind")):
+        mine = list(several)
+        of, first = slice(first, first + len(mine)), first + len(mine)
+        lens, has_row = sizes[of], rows[of] >= 0
+        runs, at = slice(at, at + int(lens.sum())), at + int(lens.sum())
+        texts = {name: _one_or_each([getattr(one, name) for one in mine]) for name in ("status", "note")}
+        ints = {
+            "slot_group": (groups[runs], lens),
+            "slot_start": (starts[runs], lens),
+            "slot_count": (counts[runs], lens),
+        }
+        if has_row.any():
+            ints["req_pool_indices"] = (rows[of][has_row], has_row.astype(np.int64))
+        found.append(EventRows(kind=kind, times_ns=times_ns[of], scalars={"request_id": ids[of], **texts}, ints=ints))
+    return found
+
+
+def _one_or_each(texts: list[str]) -> str | list[str]:
+    """Return a column's texts; one for all rows if they are the same."""
+    return texts[0] if len(set(texts)) == 1 else texts

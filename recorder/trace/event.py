@@ -1,8 +1,8 @@
 """Events on their way into a trace: what the recorder fills, and the record batches that the writer makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -41,6 +41,8 @@ class TraceEvent(msgspec.Struct, kw_only=True, gc=False):
     read later, in another thread. What waits in a queue is not seen by the collector of garbage, whose next round it
     would bring nearer: a round looks at all that an engine has loaded.
     """
+
+    rows: ClassVar[int] = 1  # of the trace
 
     kind: str
     time_ns: int = 0
@@ -84,6 +86,75 @@ class TraceEvent(msgspec.Struct, kw_only=True, gc=False):
         return None
 
 
+class EventRows(msgspec.Struct, kw_only=True, gc=False):
+    """Several events of one kind at once, `n` of them: what happens to many requests in one step. An event each would take
+    several times as long to make, to check and to encode. `scalars` has a column's `[n] int64`, `n` texts, or one text for
+    all; `ints` the values of all rows, one after another, and how many each row has, `[n] int64`.
+    """
+
+    kind: str
+    times_ns: Int64Array  # [n], ascending
+    scalars: dict[str, Int64Array | list[str] | str]
+    ints: dict[str, tuple[Int64Array, Int64Array]]
+
+    @property
+    def rows(self) -> int:
+        """How many events these are."""
+        return len(self.times_ns)
+
+    @property
+    def time_ns(self) -> int:
+        """The time of the last one."""
+        return int(self.times_ns[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """As `TraceEvent.nbytes`, of all."""
+        total = ROW_BYTES * self.rows
+        for value in self.scalars.values():
+            if isinstance(value, str):
+                total += 4 * len(value) * self.rows
+            elif isinstance(value, list):
+                total += 4 * sum(map(len, value))
+        return total + sum(values.nbytes for values, _ in self.ints.values())
+
+    def problem(self) -> str | None:
+        """As `TraceEvent.problem`, of all; that there is a value for each row is for those to see who make it."""
+        for name in self.scalars:
+            if name not in _SCALAR_TYPES:
+                return f"{self.kind} events: no scalar column {name!r}"
+        for name, parts in self.ints.items():
+            if name not in _INT_LISTS or any(part.ndim != 1 or part.dtype != _INT64 for part in parts):
+                return f"{self.kind} events: {name} is no 1-D int64 list column"
+        return None if self.kind in _KINDS else f"unknown event kind {self.kind!r}"
+
+    def events(self) -> list[TraceEvent]:
+        """Return them one by one."""
+        columns: list[tuple[str, Sequence[int] | Sequence[str]]] = []
+        for name, given in self.scalars.items():
+            each = [given] * self.rows if isinstance(given, str) else given
+            columns.append((name, each.tolist() if isinstance(each, np.ndarray) else each))
+        lists = {name: np.split(values, np.cumsum(lens)[:-1]) for name, (values, lens) in self.ints.items()}
+        return [
+            TraceEvent(
+                kind=self.kind,
+                time_ns=int(time_ns),
+                scalars={name: each[row] for name, each in columns},
+                ints={name: parts[row] for name, parts in lists.items() if parts[row].size},
+                bytes=NO_LISTS,
+            )
+            for row, time_ns in enumerate(self.times_ns)
+        ]
+
+
+AnyEvent = TraceEvent | EventRows
+
+
+def num_rows(events: Iterable[AnyEvent]) -> int:
+    """Return how many events these are."""
+    return sum([event.rows for event in events])
+
+
 def loss_event(*, lost_events: int, note: str, time_ns: int = 0) -> TraceEvent:
     """Return the event that says how many events are missing at its place (-1: unknown) and why."""
     return TraceEvent(kind="loss", time_ns=time_ns, scalars={"lost_events": lost_events, "note": note})
@@ -99,18 +170,23 @@ def header_schema(header: TraceHeader) -> pa.Schema:
     return trace_schema().with_metadata({keys.HEADER_KEY: text, keys.HEADER_CRC_KEY: b"%d" % text_crc32c(text)})
 
 
-def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
+def encode_events(events: Sequence[AnyEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
     """Return one record batch of `events`, numbered from `first_event`; every event must have passed `problem()`. A
     file's own schema may have more columns, of a newer minor version, or fewer, of an older one.
     """
-    count = len(events)
+    count = num_rows(events)
     scalars: dict[str, Any] = {
         name: np.full(count, default, np.int64) if pa.types.is_int64(kind) else [default] * count
         for name, (kind, default) in SCALARS.items()
     }
     scalars["event"] = np.arange(first_event, first_event + count, dtype=np.int64)
     lists: dict[str, tuple[Int64Array, list[npt.NDArray[Any]]]] = {}  # how many each row has, and the values
-    for row, event in enumerate(events):
+    behind = 0
+    for event in events:
+        row, behind = behind, behind + event.rows
+        if isinstance(event, EventRows):
+            _encode_rows(event, slice(row, behind), scalars, lists)
+            continue
         scalars["kind"][row] = event.kind
         scalars["time_ns"][row] = event.time_ns
         for name, value in event.scalars.items():
@@ -131,6 +207,21 @@ def encode_events(events: Sequence[TraceEvent], first_event: int, schema: pa.Sch
         else:
             columns.append(pa.array(scalars.get(column.name, np.zeros(count, np.int64)), column.type))
     return pa.record_batch(columns, schema=schema)
+
+
+def _encode_rows(
+    event: EventRows, mine: slice, scalars: dict[str, Any], lists: dict[str, tuple[Int64Array, list[npt.NDArray[Any]]]]
+) -> None:
+    """Put events into the rows of a batch that are theirs."""
+    rows, count = event.rows, len(scalars["time_ns"])
+    scalars["kind"][mine] = [event.kind] * rows
+    scalars["time_ns"][mine] = event.times_ns
+    for name, given in event.scalars.items():
+        scalars[name][mine] = [given] * rows if isinstance(given, str) else given
+    for name, (values, lens) in event.ints.items():
+        found = lists.setdefault(name, (np.zeros(count, np.int64), []))
+        found[0][mine] = lens
+        found[1].append(values)
 
 
 def batch_metadata(batch: pa.RecordBatch, first_event: int, engine_events: int | None = None) -> dict[bytes, bytes]:

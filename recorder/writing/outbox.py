@@ -10,7 +10,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ..capture.host_arrays import fewer_runs, runs_to_slots
 from ..capture.kv_shadow import GroupKvShadow
-from ..trace.event import TraceEvent, loss_event
+from ..trace.event import EventRows, TraceEvent, loss_event, num_rows
 from ..trace.schema import SLOTS_LISTED
 from .writer import TraceWriter
 
@@ -62,14 +62,16 @@ class Outbox:
             self._requests.append(event)
         return False
 
-    def put_all(self, events: Sequence[TraceEvent]) -> None:
+    def put_all(self, events: Sequence[EventRows]) -> None:
         """Hand over events as `put` does, in one go if there is nothing else to be said and room for all."""
         due = self._unsaid or self._requests or any(group.any_lost for group in self._groups)
-        if not due and len(events) > 1 and self.writer.append(*events):
-            self.taken += len(events)
+        rows = num_rows(events := [some for some in events if some.rows])
+        if not due and rows > 1 and self.writer.append(*events):
+            self.taken += rows
             return
-        for event in events:
-            self.put(event)
+        for some in events:
+            for event in some.events():
+                self.put(event)
 
     def drop(self) -> None:
         """Count an event that the trace will not hold."""

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from ..errors import TraceError, TraceExistsError
 from ..files import regular_file
 from ..process.settings import WriterSettings
 from ..trace.batch import TraceBatch
-from ..trace.event import TraceEvent, batch_metadata, encode_events, header_schema
+from ..trace.event import AnyEvent, TraceEvent, batch_metadata, encode_events, header_schema, num_rows
 from ..trace.files import base_name, is_being_written, segment_path, segments_of, split_segment_name, tail_paths
 from ..trace.framing import FILE_START
 from ..trace.header import Segment, TraceHeader
@@ -68,11 +68,11 @@ class SingleFile:
         """Whether it is a file, beside which others may lie."""
         return self.file.regular
 
-    def write(self, events: list[TraceEvent]) -> None:
+    def write(self, events: Sequence[AnyEvent]) -> None:
         """Append a batch of events."""
         if self.file.deleted:
             raise DeletedError("somebody has deleted the trace")
-        self._append(events, len(events))
+        self._append(events, num_rows(events))
 
     def freeze(self, note: str) -> str:
         """Leave a mark with the note; nothing is ever deleted here. Return the file."""
@@ -87,15 +87,15 @@ class SingleFile:
         """Close the file as it is."""
         self.file.abandon()
 
-    def _append(self, events: list[TraceEvent], engine_events: int) -> TraceBatch:
+    def _append(self, events: Sequence[AnyEvent], engine_events: int) -> TraceBatch:
         self._engine_events += engine_events
         self.last_ns = max(self.last_ns, events[-1].time_ns)
         return self._put(events)
 
-    def _put(self, events: list[TraceEvent]) -> TraceBatch:
+    def _put(self, events: Sequence[AnyEvent]) -> TraceBatch:
         first_event, batch = self._events, encode_events(events, self._events, self._schema)
         self.file.write(batch, batch_metadata(batch, first_event, self._engine_events))
-        self._events += len(events)
+        self._events += batch.num_rows
         return TraceBatch(batch, first_event=first_event)
 
     def _frozen_mark(self, note: str) -> TraceEvent:
@@ -139,13 +139,13 @@ class Segments(SingleFile):
         self._has_events = False
         return file
 
-    def write(self, events: list[TraceEvent]) -> None:
+    def write(self, events: Sequence[AnyEvent]) -> None:
         """Append a batch of events, in a new segment if the current one is full or old."""
         if self._is_due():
             self._cut("")
             self._drop_the_oldest()
             self._write_keyframe()
-        self._append(events, len(events))
+        self._append(events, num_rows(events))
 
     def freeze(self, note: str) -> str:
         """Finish the segment and give all that is kept a second name in a folder of its own; return the folder."""
@@ -210,7 +210,7 @@ class Segments(SingleFile):
                 small, held = [], 0
         yield small
 
-    def _append(self, events: list[TraceEvent], engine_events: int) -> TraceBatch:
+    def _append(self, events: Sequence[AnyEvent], engine_events: int) -> TraceBatch:
         batch = super()._append(events, engine_events)
         self._has_events = True
         try:

@@ -22,7 +22,7 @@ from crc32c import crc32c
 
 from ..files import new_private_descriptor
 from ..trace import tail_reader as layout
-from ..trace.event import TraceEvent
+from ..trace.event import AnyEvent, TraceEvent
 from ..trace.files import tail_paths
 from .own_file import OwnFile
 
@@ -72,7 +72,7 @@ class Tail:
         self._slow = 0
         self._rests_until = 0
 
-    def put(self, number: int, nbytes: int, *events: TraceEvent) -> None:
+    def put(self, number: int, nbytes: int, *events: AnyEvent) -> None:
         """Append events of about so many bytes, the engine's `number`th from 0 on; very large ones wait in memory alone."""
         if self._off or nbytes > layout.MAX_BODY_BYTES:
             return
@@ -88,8 +88,9 @@ class Tail:
             self._empty[now] = False
         own, size = self._files[now], self._sizes[now]
         try:
-            self._sizes[now] = size + append_records(own, size, number, list(map(_body, events)))
-            self._last[now] = number = number + len(events) - 1
+            bodies = [body for event in events for body in _bodies(event)]
+            self._sizes[now] = size + append_records(own, size, number, bodies)
+            self._last[now] = number = number + len(bodies) - 1
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             self._off = True
             with contextlib.suppress(OSError):
@@ -148,6 +149,29 @@ class Tail:
         for own in self._files:
             with contextlib.suppress(OSError):
                 own.close()
+
+
+def _bodies(event: AnyEvent) -> list[bytes]:
+    """Return the body of each event's record."""
+    if isinstance(event, TraceEvent):
+        return [_body(event)]
+    rows, scalars = event.rows, event.scalars
+    numbers = [values for values in scalars.values() if isinstance(values, np.ndarray)]
+    texts = [values.encode("utf-8", "replace") for values in scalars.values() if isinstance(values, str)]
+    lens = [int(lens[0]) for _, lens in event.ints.values()]
+    alike = len(numbers) + len(texts) == len(scalars) and 0 not in lens
+    if not alike or any((own != one).any() for one, (_, own) in zip(lens, event.ints.values(), strict=True)):
+        return list(map(_body, event.events()))
+    # As many values of each column in each row: the records are the rows of one array.
+    blob = _layout(event.kind, tuple(scalars), tuple(event.ints), ())[0]
+    counts = [np.full(rows, count, np.int64) for count in (*map(len, texts), *lens)]
+    values = [given.reshape(rows, count) for count, (given, _) in zip(lens, event.ints.values(), strict=True)]
+    head = np.stack([event.times_ns, *numbers, *counts], axis=1)
+    whole = [np.tile(np.frombuffer(blob, np.uint8), (rows, 1)), head.view(np.uint8)]
+    whole += [np.tile(np.frombuffer(text, np.uint8), (rows, 1)) for text in texts]
+    whole += [np.ascontiguousarray(part).view(np.uint8) for part in values]
+    data = np.concatenate(whole, axis=1)
+    return [row.tobytes() for row in data]
 
 
 def _body(event: TraceEvent) -> bytes:

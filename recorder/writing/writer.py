@@ -15,7 +15,7 @@ from ..errors import TraceError, error_text
 from ..process.endings import at_process_end
 from ..process.freezing import POLL_SECONDS, FreezeFile, FreezeSignal
 from ..process.settings import WriterSettings
-from ..trace.event import TraceEvent, loss_event
+from ..trace.event import AnyEvent, TraceEvent, loss_event, num_rows
 from ..trace.header import TraceHeader
 from .segments import Segments, SingleFile
 from .tail import open_tail
@@ -78,7 +78,7 @@ class TraceWriter:
         self._pid = os.getpid()
         self.changed = threading.Condition()
         # All below are guarded by `changed`.
-        self._queue: deque[TraceEvent] = deque()
+        self._queue: deque[AnyEvent] = deque()
         self._queued_bytes = 0  # of the queue, and of the batch in the making
         self._waiting_bytes = 0  # of the queue alone
         self._oldest = 0.0
@@ -119,22 +119,23 @@ class TraceWriter:
         """Say whether the queue would take so many bytes more at this moment."""
         return self._queued_bytes + num_bytes <= self.settings.max_queued_bytes
 
-    def append(self, *events: TraceEvent) -> bool:
+    def append(self, *events: AnyEvent) -> bool:
         """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
 
         Of several all are queued, or none, and then none counts as dropped: they may be offered one by one.
         """
         if self._forked():  # before the lock, which a fork may have copied while it was held
             return False
-        problem, size = None, 0
+        problem, size, rows = None, 0, len(events)
         try:
             for event in events:
                 problem = problem or event.problem()
                 size += 0 if problem else event.nbytes
+            rows = num_rows(events)
         except Exception as error:  # noqa: BLE001  # nothing may reach the engine
             problem, size = error_text(error), 0
         with self.changed:
-            one = len(events) == 1
+            one = rows == 1
             if problem is not None and one and not self._bad_event_logged:
                 self._bad_event_logged = True
                 _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
@@ -142,7 +143,7 @@ class TraceWriter:
             if problem is not None or full or self._closing or self._failed is not None:
                 self._dropped += one and getattr(event, "kind", None) != "loss"
                 return False
-            if one and event.kind == "loss":
+            if one and isinstance(event, TraceEvent) and event.kind == "loss":
                 self._reported += max(0, int(event.scalars.get("lost_events", 0)))
             if self._tail is not None:
                 self._tail.put(self._appended, size, *events)
@@ -150,7 +151,7 @@ class TraceWriter:
             self._queue.extend(events)
             self._queued_bytes += size
             self._waiting_bytes += size
-            self._appended += len(events)
+            self._appended += rows
             if was_empty:
                 self._oldest = time.monotonic()
                 self.changed.notify_all()
@@ -234,7 +235,7 @@ class TraceWriter:
                 if events:
                     self._write(events)
                     with self.changed:
-                        self._settled += len(events)
+                        self._settled += num_rows(events)
                         self._queued_bytes -= size
                         self.changed.notify_all()
                         outdated = None if self._tail is None else self._tail.outdated(self._settled)
@@ -258,7 +259,7 @@ class TraceWriter:
         except BaseException as error:  # noqa: BLE001  # whatever it is, the engine must go on
             self._fail(error_text(error), f"the first {self._written} events are kept (run kvcanary recover)")
 
-    def _next_events(self) -> tuple[list[TraceEvent], int]:
+    def _next_events(self) -> tuple[list[AnyEvent], int]:
         """Wait for a batch's worth of events; an empty list says that there is something else to do."""
         poll = POLL_SECONDS if self._triggers else None
         with self.changed:
@@ -268,7 +269,7 @@ class TraceWriter:
                     times.append(max(self._oldest + self._flush_seconds - time.monotonic(), 0.0))
                 if not self.changed.wait(min(times, default=None)) and poll is not None and not self._due():
                     return [], 0
-            events, size = list[TraceEvent](), 0
+            events, size = list[AnyEvent](), 0
             if self._waiting_bytes < self.settings.flush_bytes:
                 events, size = list(self._queue), self._waiting_bytes
                 self._queue.clear()
@@ -289,9 +290,9 @@ class TraceWriter:
             or time.monotonic() - self._oldest >= self._flush_seconds
         )
 
-    def _write(self, events: list[TraceEvent]) -> None:
+    def _write(self, events: list[AnyEvent]) -> None:
         self.file.write(events)
-        self._written += len(events)
+        self._written += num_rows(events)
 
     def _freeze_is_due(self) -> bool:
         return self._freeze is not None and self._settled >= self._freeze[1]

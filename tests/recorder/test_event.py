@@ -1,10 +1,12 @@
 """Events and their encoding into batches."""
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from kvcanary.recorder.trace.event import NO_LISTS, TraceEvent, encode_events, loss_event
+from kvcanary.recorder.trace.event import NO_LISTS, EventRows, TraceEvent, encode_events, loss_event, num_rows
 from kvcanary.recorder.trace.schema import BYTE_LISTS, EVENT_KINDS, INT_LISTS, SCALARS, trace_schema
+from kvcanary.recorder.writing.tail import _bodies
 
 
 def test_nbytes_counts_what_a_queue_holds():
@@ -78,3 +80,49 @@ def test_nothing_is_null():
     batch = encode_events([TraceEvent(kind="mark")], 0, trace_schema())
     assert all(column.null_count == 0 and column.buffers()[0] is None for column in batch.columns)
     assert isinstance(batch, pa.RecordBatch)
+
+
+def several(lens: list[int], statuses: str | list[str]) -> EventRows:
+    values = np.arange(sum(lens), dtype=np.int64)
+    return EventRows(
+        kind="alloc",
+        times_ns=np.arange(5, 5 + len(lens)),
+        scalars={"request_id": np.arange(len(lens)) - 1, "status": statuses, "note": "why: é"},
+        ints={"slot_start": (values, np.array(lens)), "slot_count": (values + 7, np.array(lens))},
+    )
+
+
+ROWS = {
+    "alike": ([1, 1, 1], "shared"),
+    "two values each": ([2, 2], ""),
+    "a row": ([3], "cached"),
+    "uneven": ([1, 2, 1], "shared"),
+    "without a value": ([1, 0], ""),
+    "nothing in any": ([0, 0], ""),
+    "each its own text": ([1, 1], ["", "shared"]),
+}
+
+
+@pytest.mark.parametrize("of", ROWS)
+def test_several_events_at_once_are_the_same_in_a_batch_and_in_the_tail(of):
+    rows, schema = several(*ROWS[of]), trace_schema()
+    lone = TraceEvent(kind="mark", time_ns=3, ints={"slot_count": np.array([9], np.int64)})
+    one_by_one = rows.events()
+    assert len(one_by_one) == rows.rows == num_rows([rows])
+    assert [event.problem() for event in (rows, *one_by_one)] == [None] * (1 + rows.rows)
+    assert rows.time_ns == one_by_one[-1].time_ns
+    found = encode_events([lone, rows, lone], 11, schema)
+    assert found.equals(encode_events([lone, *one_by_one, lone], 11, schema))
+    assert _bodies(rows) == [body for event in one_by_one for body in _bodies(event)]
+
+
+def test_a_column_that_no_trace_has_is_a_problem_of_several_events_too():
+    rows = several([1, 1], "")
+    assert rows.problem() is None
+    for change in (
+        {"kind": "alloca"},
+        {"scalars": {"statuses": ""}},
+        {"ints": {"slot_begin": (np.arange(2), np.ones(2, np.int64))}},
+        {"ints": {"slot_start": (np.arange(2, dtype=np.int32), np.ones(2, np.int64))}},
+    ):
+        assert msgspec.structs.replace(rows, **change).problem() is not None

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
-from kvcanary.recorder.capture.engine_events import SlotsChanged
 from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.capture.slot_numbers import SlotsChanged
 from kvcanary.recorder.trace.event import TraceEvent
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader

@@ -23,11 +23,11 @@ from ...process.endings import at_process_end
 from ...trace.header import TraceHeader
 from ...trace.schema import LATE, RAN_BEFORE, RECEIVE, TIER_POOL, TransferDirection, TransferStatus
 from ...writing.outbox import RecorderStats
-from ..engine_events import SlotsChanged
 from ..forward_input import CopiedForward
 from ..host_arrays import own_int64, runs_to_slots
 from ..recorder import Recorder
 from ..recording import beginning
+from ..slot_numbers import SlotsChanged
 from .background import AT_ONCE, Background, Queued
 from .capture import DeviceCapture
 from .forward import DeviceForward, FrameInFlight

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.engine_events import SlotsChanged
 from ...capture.recorder import Recorder
+from ...capture.slot_numbers import SlotsChanged
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
 from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method, wrap_often
 from ..common.requests import request_id_of
