@@ -11,6 +11,8 @@ from ....kernels.capture.frames import AttentionLens, FrameLayout, ModelInput
 class TokenSource(Protocol):
     """A request whose tokens only ever grow at the end; one whose tokens become others is another object.
 
+    If it has `token(position)` too, a single one is asked for so: it returns an int, None if it no longer has so many.
+
     Objects of it can be weakly referenced, and its tokens are asked for later, by another thread.
     """
 

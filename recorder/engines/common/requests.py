@@ -73,6 +73,10 @@ class TokenList:
         """Return the tokens from position `start` to before `stop`, fewer if there are not so many; from any thread."""
         return self._tokens[start : min(stop, self.count)].copy()
 
+    def token(self, position: int) -> int | None:
+        """Return one token, None if there are not so many; from any thread."""
+        return int(self._tokens[position]) if position < self.count else None
+
     def follow(self, prompt: Any, output: Any) -> Int64Array:
         """Return prompt and output as the engine's lists have them now, `[n] int64`; valid until the next call."""
         total = len(prompt) + len(output)

@@ -72,6 +72,14 @@ class TokenLists:
         self.output = output
         self.placeholders = placeholders
 
+    def token(self, position: int) -> int | None:
+        """Return one token, None where the lists have become shorter."""
+        split = len(self.prompt)
+        part, place = (self.prompt, position) if position < split else (self.output, position - split)
+        if place >= len(part):
+            return None
+        return UNKNOWN_TOKEN if self.placeholders[part is self.output] else int(part[place])
+
     def tokens(self, start: int, stop: int) -> Int64Array:
         """Return the tokens of positions `start` to before `stop`; fewer where the lists have become shorter."""
         split = len(self.prompt)
@@ -251,7 +259,11 @@ class KnownBatch:
     def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         """Return what each request has got from length `before` to `after`, one after another, and how many each."""
         spans = [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)]
-        parts = zip(self._lists(), map(len, self._prompts), *spans, strict=True)
+        parts = [*zip(self._lists(), map(len, self._prompts), *spans, strict=True)]
+        if all(last == first + 1 for _, _, first, last in parts):  # quicker
+            one = [source.token(prompt + first) for source, prompt, first, _ in parts]
+            if None not in one:
+                return np.array(one, np.int64), np.ones(len(one), np.int64)
         tokens = [source.tokens(prompt + first, prompt + last) for source, prompt, first, last in parts]
         lens = np.array(list(map(len, tokens)), np.int64)
         return np.concatenate((np.empty(0, np.int64), *tokens)), lens
