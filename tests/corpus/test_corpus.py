@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bugs import BUGS, link
 from kvcanary.analysis.incidents.rules import RULES
-from run import CERTAIN, DATA, PAGE, look, outcome
+from run import CERTAIN, DATA, HIGH, PAGE, look, outcome
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,21 @@ def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
     told = [o for o in outcomes.values() if o.effective and o.incidents]
     assert not [(o.bug.trace, o.unknown) for o in told if o.unknown[2] >= CERTAIN]
     assert sum(o.unknown[1] == RULES[o.bug.kinds[0]].branch for o in told) >= 0.6 * len(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("vllm-count_of_the_row_before", "position_off", "went on from position 97 in forward 27"),
+        ("vllm-one_table_of_two_is_moved", "req_to_token", "all that it reads is not its own"),
+        ("vllm-hit_of_a_part_of_the_window", "swa_window_off_by_one", "its slot is gone"),
+        ("sglang-node_split_one_slot_early", "req_to_token", "stand in one another's places"),
+    ],
+)
+def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
+    o = outcomes[name]
+    assert (o.kind, o.score >= HIGH, o.incidents) == (kind, True, 1)
+    assert words in o.sentence
 
 
 def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
