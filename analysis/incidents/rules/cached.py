@@ -26,33 +26,23 @@ _SOURCE_WENT_WRONG = ("transfer_source_damaged", "transfer_source_changed")
 def hit_before_written(cluster: Cluster) -> Diagnosis | None:
     """A page is in the prefix cache while its forward has yet to write it. (V#38715)"""
     for sign in cluster.head:
-        if sign.kind not in ("write_to_foreign_slot", "hit_never_written", "hit_differs") and not sign.bits & CONTENT:
-            continue
         cached, given = cluster.last(sign, "cached"), cluster.last(sign, "alloc")
         if cluster.has_trace and (cached is None or given is None or cached.event < given.event):
             continue
         prefilling = sign.mode in _PREFILL_MODES
-        own = cluster.wrote(sign)
-        if own is not None and own[1] != sign.slot:
-            continue  # it is written, elsewhere
         filled = ("written", "copied", "loaded", "received")
         whole = sign.count >= (cluster.groups[cluster.group(sign)].page_size if cluster.groups else 1) > 1
         before = given is not None and cluster.filled_between(sign, given.event, sign.event, *filled)
-        if before and not whole and sign.kind == "write_to_foreign_slot":
+        if before and not whole:
             continue
-        if prefilling and sign.kind == "write_to_foreign_slot" and cluster.joined(sign):
+        if sign.kind == "write_to_foreign_slot" and cluster.joined(sign):
             said = f"{sign.reader} joined {sign.place}, which the prefix cache holds, and then computed it again in "
             said += f"{sign.when}: it was taken for cached before it was written"
             queries = (*cluster.evidence(sign), request_query(sign.request_id))
             return cluster.diagnosis(0.92, said, sign, queries=queries, cause=sign.event)
-        if (
-            cached is not None
-            and given is not None
-            and cluster.filled_between(sign, given.event, cached.event, *filled)
-        ):
+        if cached is not None and given is not None and cluster.filled_between(sign, given.event, cached.event, *filled):
             continue
-        known = sign.cause in ("same_forward", "held_by_cache") and not sign.bits
-        if not known and not cluster.has_trace:
+        if sign.cause not in ("same_forward", "held_by_cache") and not cluster.has_trace:
             continue
         score = 0.5 if not cluster.has_trace else 0.94 if prefilling else 0.6
         said = f"{sign.place} stood in the prefix cache before it was computed; in {sign.when} {sign.reader} "
@@ -74,7 +64,7 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
     if len(cluster.head) > 1 and all(sign.bits == TOKEN or sign.kind == "hit_differs" for sign in cluster.head):
         first = cluster.first
         whole = first.position % max(1, cluster.groups[0].page_size if cluster.groups else 1) == 0
-        if whole and first.stored_position in (-1, first.position) and cluster.rewrite_of(first) is not None:
+        if whole and cluster.rewrite_of(first) is not None:
             # Only tokens differ: a page of another prompt at the very positions, with all that comes before it.
             said = (
                 f"{first.reader} got a page of another prompt for its own in {first.when}: {first.place} holds token "
@@ -85,10 +75,8 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
     sign = wrong if wrong is not None else hit
     if sign is None or (cluster.violation(CHAIN | POSITION) is not None and not _as_cached(cluster, sign)):
         return None
-    if cluster.finding("row_reassigned", "read_of_foreign_slot", "write_to_foreign_slot", "read_after_free"):
+    if cluster.finding("read_of_foreign_slot", "write_to_foreign_slot", "read_after_free"):
         return None
-    if (cluster.wrote(sign) or (-1, -1))[1] == sign.slot:
-        return None  # it hit nothing: it wrote the slot itself
     score = 0.8 if hit is not None else 0.6
     if cluster.has_trace:
         begin, wrote = cluster.facts.begins.get(sign.request_id), cluster.wrote(sign)
@@ -108,8 +96,7 @@ def _own_tokens_of_elsewhere(cluster: Cluster) -> Diagnosis | None:
     for sign in cluster.head:
         moved = sign.bits & POSITION and not sign.bits & TOKEN and sign.stored_position >= 0
         begin = cluster.facts.begins.get(sign.request_id)
-        before = any(s.bits and s.request_id == sign.request_id and s.position < sign.position for s in cluster.head)
-        if cluster.window(sign) or sign.runner != 0 or before or begin is None or begin.event != sign.event:
+        if cluster.window(sign) or begin is None or begin.event != sign.event:
             continue
         if (sign.bits == CHAIN or moved) and _as_cached(cluster, sign):
             other = f"at position {sign.stored_position}" if moved else "behind another prompt"
@@ -177,7 +164,7 @@ def fork_copy_missing(cluster: Cluster) -> Diagnosis | None:
     if found is None or not cluster.forked(found[0]):
         return None
     (sign, given), begin = found, cluster.facts.begins.get(found[0].request_id)
-    if begin is None or begin.prefix_len <= sign.position:
+    if begin is None:
         return None
     said = f"{sign.reader} began in forward {begin.forward} with {begin.prefix_len} tokens that it did not compute, and nothing "
     said += f"had been copied to its own {sign.place}, given to it in event {given.event}"
@@ -227,8 +214,6 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
         if load is None or load.what not in ("loaded", "receive_failed") or fresh or load.together > 1:
             continue
         since = [f for f in cluster.history(sign) if f.event > load.event and f.what in ("changed", "written")]
-        if since and "written" in (since[0].what, since[-1].what):
-            continue
         # What was never loaded is seen as a change of the whole page, or at the first look behind the load; a flipped byte is
         # one slot's, and comes later.
         whole = not since or since[0].together > 1 or max(1, cluster.groups[0].page_size) == 1

@@ -1,7 +1,7 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
-from .allocation import two_owners, written_again
+from .allocation import written_again
 
 
 @rule("a KV write was lost", branch="write")
@@ -56,19 +56,15 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     no write of the trace holds these bytes. (canary: kv_used, kv_unused_cache, kv_post_forward)
     """
     damaged = cluster.finding("transfer_source_damaged", "transfer_source_changed")
-    if damaged is not None and all(s.kind == damaged.kind or s.kind.startswith("transfer_") for s in cluster.head):
-        said = (
-            f"KV bytes changed on the prefill side: {damaged.place} of {damaged.reader} no longer held what had been "
-        )
-        said += f"written when it was sent, before {damaged.when}"
+    if damaged is not None:
+        said = f"KV bytes changed on the prefill side: {damaged.place} of {damaged.reader} no longer held what had been written when "
+        said += f"it was sent, before {damaged.when}"
         return cluster.diagnosis(0.85, said, damaged)
     sign = cluster.only_kv_hash()
     if sign is None or (written_again(cluster, sign) or (-1, -1))[0] == sign.event:
         return None  # the forward itself writes the slot, for another position
-    change, filled = cluster.last(sign, "changed"), cluster.filled(sign)
+    change = cluster.last(sign, "changed")
     score = 0.9 if len(cluster.places()) == 1 else 0.72
-    if (filled is not None and filled.what in ("copied", "loaded")) or two_owners(cluster, sign) is not None:
-        score = 0.6  # what brought it, or who else writes it, is likelier
     noticed = ""
     if change is not None:
         many = f", of {change.together} slots at once" if change.together > 1 else ""
@@ -120,8 +116,5 @@ def groups_alias(cluster: Cluster) -> Diagnosis | None:
             queries = (*cluster.evidence(other), slot_query(of_group, of_slot))
             return cluster.diagnosis(0.95, said, other, queries=queries, cause=change.event)
     slots = cluster.places()
-    if len(slots) < 2:
-        said = f"{sign.place} may share memory with a slot of another pool group, written at the same time"
-        return cluster.diagnosis(0.3, said, sign, queries=())
-    said = f"KV bytes of {len(slots)} slots changed together, first {sign.place}: perhaps another pool group maps to "
-    return cluster.diagnosis(0.5, f"{said}the same memory", sign)
+    said = f"KV bytes of {len(slots)} slots changed together, first {sign.place}: perhaps another pool group maps to the same memory"
+    return cluster.diagnosis(0.5, said, sign) if len(slots) > 1 else None

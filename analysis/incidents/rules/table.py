@@ -1,6 +1,6 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
-from ..cluster import CONTENT, POSITION, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
+from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
 from ..evidence import lost_all, misplaced
 from .allocation import lower_edge, named_twice, own_free
 
@@ -9,14 +9,8 @@ from .allocation import lower_edge, named_twice, own_free
 def req_to_token(cluster: Cluster) -> Diagnosis | None:
     """A block-table entry of a running request points to another slot, which was not given to it. (canary)"""
     for other in cluster.head:
-        strange = other.kind in _FOREIGN and other.cause not in ("same_forward", "given_out_anew")
-        stale = cluster.gave_up(other) and cluster.facts.retracted_before(other.request_id, other.event)
-        if (
-            strange
-            and (cluster.enough(other) or lost_all(cluster, other))
-            and (stale or not cluster.was_given(other))
-            and cluster.rewrite_of(other) is None
-        ):
+        stale, there = cluster.gave_up(other), cluster.enough(other) or lost_all(cluster, other)
+        if other.kind in _FOREIGN and there and (stale or not cluster.was_given(other)):
             why = "which it had given back when it was put back" if stale else "which it was never given"
             held = "slots enough" if cluster.enough(other) else "slots there, and all that it reads is not its own"
             said = (
@@ -32,20 +26,13 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(0.9, f"{said}read in {other.when}", other, event, cause=event)
     emptied = cluster.finding("padding_slot_read")
     change = cluster.rewrite_of(emptied) if emptied is not None else None
-    if emptied is not None and change is not None and not cluster.window(emptied) and not cluster.is_sliding(emptied):
+    if emptied is not None and change is not None:
         said = f"entries of the table row of {emptied.reader} were overwritten before event {change.event}, {change.count} from position "
         said += f"{change.first_position} on, and name {emptied.place} in {emptied.when}: it {emptied.detail}"
         return cluster.diagnosis(0.9, said, emptied, change.event, emptied.event, cause=change.event)
     sign = cluster.violation(CONTENT)
-    if sign is None or sign.request_id < 0 or sign.position < 0:
+    if sign is None:
         return None
-    moved = [s for s in cluster.head if s.bits & POSITION and (s.request_id, s.group) == (sign.request_id, sign.group)]
-    places = {s.position for s in moved}
-    begin = cluster.facts.begins.get(sign.request_id)
-    as_hit = begin is not None and begin.event == sign.event and cluster.joined(sign)  # the cache gave it so
-    if len(places) > 1 and places == {s.stored_position for s in moved} and cluster.was_given(sign) and not as_hit:
-        said = f"the pages in the table row of {sign.reader} stand in another order in {sign.when}: {sign.place} holds position "
-        return cluster.diagnosis(0.9, f"{said}{sign.stored_position}, and so on for {len(places)} positions", sign)
     count = misplaced(cluster, sign)
     if count > 1:
         said = f"{count} entries of the table row of {sign.reader} stand in one another's places in {sign.when}: {sign.place} holds "
@@ -63,33 +50,25 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     fresh = given is not None and given.request_id == sign.request_id
     if given is not None and fresh:
         fresh = not cluster.filled_between(sign, given.event, change.event, "written")
-    score = 0.93 - (0.05 if change.count > 1 else 0) - (0.4 if fresh else 0)
     said += f"; the entry was overwritten before event {change.event}"
-    if cluster.window(sign) and sign.writer_request_id == sign.request_id:
-        score = min(score, 0.6)  # another of its own: attention may take the wrong ones of a right ring
-    return cluster.diagnosis(score, said, sign, change.event, cause=change.event)
+    return cluster.diagnosis(0.5 if fresh else 0.93, said, sign, change.event, cause=change.event)
 
 
 @rule("a resumed request's tail was overwritten", branch="table")
 def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
     """A resumed request is given slots as if it had none; the tail of its row is replaced. (S#22862)"""
     sign = cluster.finding("hit_never_written", "read_of_foreign_slot") or cluster.violation(CONTENT)
-    if sign is None or sign.request_id < 0 or sign.position < 0:
+    if sign is None:
         return None
     leaked = cluster.kinds["slot_leaked"] > 0
     change = cluster.rewrite_of(sign)
     if change is None:
-        if cluster.has_trace or not leaked or cluster.finding("hit_never_written") is None:
+        if cluster.has_trace or not leaked:
             return None
         said = f"{sign.reader} reads slots that hold nothing of its own: {sign.place}"
         return cluster.diagnosis(0.6, said, sign, queries=())
-    given = cluster.last(sign, "alloc", "shared")
-    if given is None or given.request_id != sign.request_id or given.what != "alloc":
-        return None
-    held = [n for at, _, n in cluster.facts.given.get(sign.request_id, ()) if at < given.event]
-    if change.count >= change.length and held and sum(held) <= 0:
-        return None  # all of its row, and it had given back all that stood there: it was put back, and has come again
-    if cluster.filled_between(sign, given.event, change.event, "written"):
+    given = cluster.last(sign, "alloc")
+    if given is None or cluster.filled_between(sign, given.event, change.event, "written"):
         return None
     said = f"the row of {sign.reader} was overwritten from position {change.first_position} of {change.length} on with slots "
     said += f"given to it in event {given.event}, which hold nothing of it: {sign.place}, read in {sign.when}"
@@ -105,13 +84,9 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
         said = f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}"
         queries = (request_query(sign.request_id), events_query(sign.evidence))
         doubled = cluster.finding("slot_written_twice")
-        wrote = (
-            [f.request_id for f in cluster.history(doubled) if (f.event, f.what) == (sign.event, "written")]
-            if doubled
-            else []
-        )
-        # It is in the batch twice, and nobody else is.
-        alone = sign.cause == "same_forward" and wrote == [sign.request_id] * 2
+        history = cluster.history(doubled) if doubled is not None else []
+        wrote = [f.request_id for f in history if (f.event, f.what) == (sign.event, "written")]
+        alone = wrote == [sign.request_id] * 2  # it is in the batch twice, and nobody else is
         return cluster.diagnosis(0.6 if alone else 0.97, said, sign, queries=queries, cause=sign.event)
     for other in cluster.head:
         own = cluster.facts.strayed.get((other.event, other.request_id))
@@ -119,12 +94,6 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
             said = f"{other.reader} was computed in {other.when} on a row that another request of the batch had; its own is row {own}: "
             queries = (request_query(other.request_id), events_query([other.event]))
             return cluster.diagnosis(0.97, said + other.place, other, queries=queries, cause=other.event)
-        gone = cluster.facts.status_before(other.request_id, other.event)
-        if other.mode and gone is not None and gone.status in ("aborted", "finished", "retracted"):
-            said = f"{other.reader} was still being computed in {other.when} after it was {gone.status} in event "
-            said += f"{gone.event}, and read what is not its own"
-            queries = (request_query(other.request_id), events_query([gone.event, other.event]))
-            return cluster.diagnosis(0.7, said, other, queries=queries, cause=other.event)
     return None
 
 
@@ -143,7 +112,7 @@ def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
     if shared is not None and shared.event == cluster.first.event:
         said = f"a stale full-to-SWA entry: for {shared.reader} in {shared.when} {shared.detail}"
         return cluster.diagnosis(0.96, said, shared, queries=(*cluster.evidence(shared), changes))
-    if not all(cluster.is_sliding(sign) for sign in cluster.head) or cluster.first.kind.startswith("transfer_"):
+    if not all(cluster.is_sliding(sign) for sign in cluster.head):
         return None
     sign = cluster.finding(*_THROUGH_A_STALE_ENTRY) or cluster.first
     given = cluster.last(sign, "alloc")
@@ -152,7 +121,6 @@ def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
     score = 0.6 if any(group.lut < 0 for group in cluster.groups) else 0.45
     score += 0.2 if sign.kind in _THROUGH_A_STALE_ENTRY else 0
     score += 0.1 if len(full_slots) > 1 else 0
-    score += 0.05 if shared is not None else 0
     said = f"only the sliding-window group is hit: {sign.place} of {sign.reader} in {sign.when}"
     said += f", it {sign.detail}" if sign.detail else ""
     said += "; the full-to-SWA table leads somewhere stale"
@@ -169,9 +137,8 @@ def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
         score = 0.95 if _at_the_edge(cluster, missing) else 0.5
         return cluster.diagnosis(score, f"{said}slot was gone", missing, queries=queries, cause=missing.event)
     for sign in cluster.head:
-        freed = own_free(cluster, sign) if cluster.window(sign) else None
-        placeholder = cluster.window(sign) > 0 and sign.bits & CONTENT and sign.writer_event < 0 and sign.slot >= 0
-        placeholder = placeholder and not cluster.was_given(sign) and bool(cluster.facts.given.get(sign.request_id))
+        freed = own_free(cluster, sign)
+        placeholder = sign.bits & CONTENT and sign.writer_event < 0 and not cluster.was_given(sign)
         placeholder = placeholder and not lost_all(cluster, sign)
         if (freed is None and not placeholder) or not lower_edge(cluster, sign):
             continue
