@@ -99,8 +99,7 @@ class Facts:
     something was loaded from the host for a request. `strayed` holds, by event and request, the row that a request had when it
     was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
     `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
-    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending. `has_frees`: whether slots that
-    were given back or evicted are in the trace at all.
+    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     """
 
     header: TraceHeader | None = None
@@ -110,7 +109,6 @@ class Facts:
     rewrites: dict[int, list[Rewrite]] = field(default_factory=lambda: defaultdict(list))
     named: dict[int, dict[int, Int64Array]] = field(default_factory=dict)
     late_samples: int = 0
-    has_frees: bool = False
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     ahead: dict[tuple[int, int], int] = field(default_factory=dict)

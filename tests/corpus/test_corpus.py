@@ -60,9 +60,9 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
 
 
 def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
-    sentence = outcomes["sglang-decode_past_its_page"].sentence
+    sentence = outcomes["transformers-writes_through_first_row"].sentence
     assert (
-        "it may also be a page was given back too early, which a free of the slot before its request was done would show"
+        "it may also be committed beyond its allocation, which an allocation for this position that is missing would show"
         in sentence
     )
 

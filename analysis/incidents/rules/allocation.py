@@ -28,31 +28,11 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
     if sign is not None:
         said = f"{sign.place} was given to {sign.reader} after {sign.when}: it {sign.detail}"
         return cluster.diagnosis(0.93, said, sign, *sign.evidence, cause=sign.event)
-    full_group = any(group.lut < 0 and group.table == 0 for group in cluster.groups)
-    for other in cluster.head:
-        # If only sliding-window slots are in events, a held full page shows by getting a second half.
-        moved = cluster.last(other, "remapped")
-        if moved is not None and not full_group:
-            said = f"the page of full slot {moved.via} was given out again in event {moved.event} while it was held; "
-            said += f"{other.reader} read {other.place} in {other.when}"
-            return cluster.diagnosis(0.64, said, other, moved.event, other.event, cause=moved.event)
-    for other in cluster.head:
-        again = given_to_another(cluster, other)
-        if again is not None:
-            said = f"{other.place} was given out again in event {again.event} while {other.reader} held it; read in {other.when}"
-            said += "; nobody gave it back, as far as the trace says" if cluster.facts.has_frees else ""
-            score = 0.65 if cluster.facts.has_frees else 0.58
-            return cluster.diagnosis(score, said, other, again.event, other.event, cause=again.event)
     doubled = cluster.finding("slot_written_twice")
     enough = doubled is not None and any(s.bits and named_twice(cluster, s) for s in cluster.signs)
     for later in cluster.signs if doubled is not None and not enough else ():
         own = cluster.wrote(later)
-        if (
-            later.bits & CONTENT
-            and own is not None
-            and own[1] == later.slot
-            and cluster.finding("table_entry_differs", "attention_slots") is None
-        ):
+        if later.bits & CONTENT and own is not None and own[1] == later.slot:
             said = f"{later.place} stands in the row of {later.reader} for two positions, both written in {cluster.first.when}: it was "
             return cluster.diagnosis(0.96, said + "given to it twice", later, own[0], cause=own[0])
     for other in cluster.head:
@@ -91,8 +71,7 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
     joined = cluster.finding("free_slot_shared")
     if joined is not None:
         freed = cluster.last(joined, "free", "evict")
-        left = None if freed is None else cluster.facts.status_after(freed.request_id, freed.event)
-        if freed is None or freed.what != "free" or (left is not None and left.event <= joined.event):
+        if freed is None or freed.what != "free":
             return None
         said = f"{joined.place} was given back in event {freed.event} by a request that ran on, and joined by "
         said += f"{joined.reader} after {joined.when}: it {joined.detail}"
@@ -110,12 +89,6 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
             score = 0.9 if not cluster.is_sliding(sign) else 0.85
             said = f"{sign.reader} gave back {sign.place} in event {freed.event} and went on using it in {sign.when}"
             return cluster.diagnosis(score, said, sign, freed.event, sign.event, cause=freed.event)
-    for sign in signs:
-        other = given_to_another(cluster, sign)
-        if other is not None:
-            said = f"{sign.place} was given out again in event {other.event} while {sign.reader} went on using it, in "
-            said += f"{sign.when}; the trace does not say who gave it back"
-            return cluster.diagnosis(0.62, said, sign, other.event, sign.event, cause=other.event)
     first = cluster.finding("read_after_free", "read_of_foreign_slot")
     if first is None:
         return None
@@ -126,18 +99,11 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
 @rule("freed under the prefix cache", branch="allocation")
 def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     """Pages are inserted in the prefix cache and then freed, by a request that no longer owns them. (S#38319)"""
-    sign, joined = cluster.finding("foreign_slot_freed"), cluster.finding("free_slot_shared")
-    if sign is None and joined is not None:
-        said = f"{joined.reader} joined {joined.place} after {joined.when}: it {joined.detail}"
-        return cluster.diagnosis(0.6, said, joined, *joined.evidence, cause=joined.event)
+    sign = cluster.finding("foreign_slot_freed")
     if sign is None or sign.request_id < 0:
         return None
     left = cluster.facts.status_after(sign.request_id, sign.event)
-    of_cache = sign.cause == "held_by_cache"
-    held = cluster.last(sign, "cached", "alloc", "shared", before=sign.event)
-    if held is not None:
-        of_cache = held.what in ("cached", "shared") or held.request_id < 0
-    score = 0.93 if of_cache else 0.45
+    score = 0.93 if sign.cause == "held_by_cache" else 0.45
     score -= 0.2 if cluster.has_trace and (left is None or left.status == "admitted") else 0
     score -= 0.1 if cluster.is_sliding(sign) and any(g.lut < 0 for g in cluster.groups) else 0
     how = f" when it was {left.status}" if left is not None and left.status != "admitted" else ""
@@ -152,13 +118,8 @@ def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
         if sign.slot <= 0 or (sign.kind not in _EVICTED and not sign.bits) or sign.request_id < 0:
             continue
         evicted, held = taken_away(cluster, sign, "evict")
-        if not held and not cluster.was_given(sign) and cluster.enough(sign):
-            continue  # the slot was never its own: its row is wrong
         begin = cluster.facts.begins.get(sign.request_id)
-        admitted = cluster.facts.status_before(sign.request_id, sign.event)
         if evicted is None or begin is None or begin.event > evicted.event:
-            continue
-        if admitted is not None and admitted.event > evicted.event:
             continue
         said = f"the prefix cache evicted {sign.place} in event {evicted.event} under {sign.reader}, which read it in {sign.when}"
         return cluster.diagnosis(0.9 if held else 0.72, said, sign, evicted.event, sign.event, cause=evicted.event)
@@ -171,21 +132,13 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
     evicted or given back, and may be another's by then. (V#17305, V#4761)
     """
     for sign in cluster.head:
-        if sign.kind not in (*_LOST_SLOT, "free_slot_shared", "hit_differs") and not sign.bits & CONTENT:
-            continue
         mine = [f for f in cluster.history(sign) if f.what == "shared" and f.request_id == sign.request_id]
-        begin = cluster.facts.begins.get(sign.request_id)
-        again = cluster.facts.retracted_before(sign.request_id, sign.event)
-        if begin is not None and begin.prefix_len <= sign.position and not again:
-            continue  # it was handed the slot for a position that it computed itself
         before = [f for f in cluster.history(sign) if mine and f.event < mine[-1].event]
         gone = next((f for f in reversed(before) if f.what in ("evict", "free")), None)
         since = [f for f in before if gone is not None and f.event > gone.event]
         if gone is None or any(f.what in ("cached", "shared", "loaded", "received", "copied") for f in since):
             continue
         other = next((f for f in since if f.what == "alloc" and f.request_id != sign.request_id), None)
-        if other is None and gone.what == "free" and cluster.complete and gone.request_id >= 0:
-            continue  # a running or leaving request gave it back under the cache
         said = f"{sign.reader} joined {sign.place} as a cached prefix in event {mine[-1].event}, which the cache had given up in "
         said += f"event {gone.event}" + (f" and which was given to another in event {other.event}" if other else "")
         return cluster.diagnosis(0.94, said, sign, gone.event, mine[-1].event, cause=mine[-1].event)
@@ -198,8 +151,6 @@ def scheduled_after_retraction(cluster: Cluster) -> Diagnosis | None:
     that it has given back. (V#23713)
     """
     for sign in cluster.head:
-        if not cluster.complete or sign.request_id < 0 or sign.forward < 0:
-            continue
         ends = [s for s in cluster.facts.statuses.get(sign.request_id, ()) if s.event < sign.event]
         left = next((s for s in reversed(ends) if s.status == "retracted"), None)
         given = cluster.facts.given.get(sign.request_id, ())
@@ -227,7 +178,7 @@ def two_owners(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
     history = [fact for fact in cluster.history(sign) if fact.event <= sign.event]
     writes = [fact for fact in history if fact.what == "written"]
     claims = [fact for fact in history if fact.what in ("alloc", "shared")]
-    if len(writes) < 2 or len(claims) < 2:
+    if not writes or not claims:
         return None
     claim = next(
         (f for f in reversed(claims) if f.request_id == writes[-1].request_id and f.event < writes[-1].event), None
@@ -260,8 +211,6 @@ def _freed_under_another(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | No
 
 def own_free(cluster: Cluster, sign: Sign) -> Fact | None:
     """Return the free by which a running request lost the slot that it uses, None if it was not its own doing."""
-    if sign.request_id < 0 or sign.slot <= 0:
-        return None
     freed, _ = taken_away(cluster, sign, "free")
     if freed is None or freed.request_id != sign.request_id:
         return None
@@ -285,22 +234,9 @@ def written_again(cluster: Cluster, sign: Sign) -> tuple[int, int] | None:
 def named_twice(cluster: Cluster, sign: Sign) -> tuple[int, int] | None:
     """Return what `written_again` does if the request had been given slots enough for both: its row is wrong."""
     again = written_again(cluster, sign)
-    if again is None or not cluster.complete or cluster.is_sliding(sign) or cluster.window(sign):
+    if again is None or not cluster.complete:
         return None
     return again if max(again[1], sign.position) < cluster.facts.holds(sign.request_id, 0, again[0]) else None
-
-
-def given_to_another(cluster: Cluster, sign: Sign) -> Fact | None:
-    """Return the allocation of a sign's slot to another, while its request ran, if frees need not be in the trace."""
-    if sign.request_id < 0 or not cluster.has_trace or cluster.complete:
-        return None
-    mine, other = False, None
-    for fact in cluster.history(sign):
-        if fact.what == "alloc" and fact.request_id == sign.request_id:
-            mine, other = True, None
-        elif fact.what == "alloc" and mine:
-            other = fact
-    return other
 
 
 def taken_away(cluster: Cluster, sign: Sign, what: str) -> tuple[Fact | None, bool]:

@@ -40,7 +40,11 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
             said += f"{sign.when}: it was taken for cached before it was written"
             queries = (*cluster.evidence(sign), request_query(sign.request_id))
             return cluster.diagnosis(0.92, said, sign, queries=queries, cause=sign.event)
-        if cached is not None and given is not None and cluster.filled_between(sign, given.event, cached.event, *filled):
+        if (
+            cached is not None
+            and given is not None
+            and cluster.filled_between(sign, given.event, cached.event, *filled)
+        ):
             continue
         if sign.cause not in ("same_forward", "held_by_cache") and not cluster.has_trace:
             continue

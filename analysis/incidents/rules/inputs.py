@@ -122,7 +122,7 @@ def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.finding("input_not_truth", "input_not_sampled")
     if sign is None:
         return _seen_later(cluster)
-    if sign.runner != 0 or cluster.finding("seq_len_backwards") is not None:
+    if sign.runner != 0:
         return None
     prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), sign.position)
     resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
@@ -139,7 +139,7 @@ def _seen_later(cluster: Cluster) -> Diagnosis | None:
     """A token that a resumed request computed itself, in its own slot, and that the scheduler did not contradict until later."""
     first = cluster.first
     own = cluster.wrote(first)
-    if first.bits != TOKEN or first.runner != 0 or own is None or own[1] != first.slot:
+    if first.bits != TOKEN or own is None or own[1] != first.slot:
         return None
     if not cluster.facts.retracted_before(first.request_id, own[0]):
         return None
@@ -197,9 +197,6 @@ def next_token_swap(cluster: Cluster) -> Diagnosis | None:
     if not wrong or cluster.finding("input_not_sampled", "input_not_truth", "seq_len_backwards") is not None:
         return None
     sign = wrong[0]
-    if cluster.violation(~WRITE_TOKEN) is not None:
-        said = f"{sign.reader} was fed token {sign.stored_token} in {sign.when}, not its own"
-        return cluster.diagnosis(0.4, said, sign, queries=())
     fed = {(s.stored_token, s.expected_token) for s in wrong}
     crossed = any((expected, stored) in fed for stored, expected in fed if stored != expected)
     others = (s for s in wrong if s.expected_token == sign.stored_token and s.request_id != sign.request_id)
@@ -251,19 +248,13 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
         said += f"{first.place} among them"
         return cluster.diagnosis(0.66, said, first, cause=first.event)
     own = all(mine for _, mine in off)
-    if cluster.window(first) and own and len(off) > 1 and {s.stored_position for s in wrong} != {first.stored_position}:
+    if cluster.window(first) and own and len(off) > 1:
         said = f"in {first.when} {first.reader} reads its sliding window in another order than it wrote it: {first.place} holds its "
         said += f"position {first.stored_position}, and {len(wrong)} positions are not where they are looked for"
         return cluster.diagnosis(0.66, said, first, cause=first.event)
-    if (
-        len(wrong) < 2
-        or len(off) != 1
-        or (distance := next(iter(off))) == (0, True)
-        or not distance[1]
-        or not cluster.window(first)
-    ):
+    if len(wrong) < 2 or len(off) != 1 or not own or not cluster.window(first):
         return None
-    said = f"in {first.when} {first.reader} reads its sliding window {distance[0]:+d} positions off: {first.place} holds its own "
+    said = f"in {first.when} {first.reader} reads its sliding window {first.stored_position - first.position:+d} positions off: {first.place} holds its own "
     said += f"position {first.stored_position}, and so on for {len(wrong)} positions"
     return cluster.diagnosis(0.94, said, first, cause=first.event)
 

@@ -13,7 +13,7 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
     if beside is not None:
         return beside
     sign = cluster.finding("table_entry_differs", "slot_written_twice", "padding_slot_read")
-    if sign is None or cluster.finding("slot_double_allocated", anywhere=True) is not None:
+    if sign is None:
         return None
     shifted = any(other.bits & WRITE_POSITION and other.request_id == sign.request_id for other in cluster.head)
     twice = sign.kind == "slot_written_twice" and any(o.bits & CONTENT and o.slot == sign.slot for o in cluster.signs)
@@ -28,7 +28,7 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
     """A token that attention looks for where its row says, or that its request reads there later, and that went elsewhere."""
     lost = next((s for s in cluster.head if s.kind == "write_lost" or s.cause == "zeros"), None)
     hit = next((s for s in cluster.head if s.bits == KV_HASH and cluster.last(s, "changed") is not None), None)
-    if lost is not None and hit is not None and (lost.group, lost.slot) != (hit.group, hit.slot):
+    if lost is not None and hit is not None:
         said = f"what {lost.reader} wrote to {lost.place} in {lost.when} did not come there: {lost.detail}; and {hit.place} changed, "
         said += "which nobody wrote"
         return cluster.diagnosis(0.75, said, lost, lost.event, cause=lost.event)
