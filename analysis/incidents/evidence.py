@@ -203,6 +203,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", _POSITIONS)
     if misplaced(cluster, sign) > 1:
         return Likely("table", ("req_to_token", "slot_mapping"))
+    if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
+        return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":
         if seen.retracted and seen.enough and seen.held is Held.GAVE_UP:
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))

@@ -100,6 +100,7 @@ class Facts:
     was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
     `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
+    `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.
     """
 
     header: TraceHeader | None = None
@@ -109,6 +110,7 @@ class Facts:
     rewrites: dict[int, list[Rewrite]] = field(default_factory=lambda: defaultdict(list))
     named: dict[int, dict[int, Int64Array]] = field(default_factory=dict)
     late_samples: int = 0
+    frees_of_nobody: bool = False
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     ahead: dict[tuple[int, int], int] = field(default_factory=dict)

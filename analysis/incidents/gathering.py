@@ -257,6 +257,7 @@ class _Gathering(StateListener):
         if request_id in self._requests and (joins or what in ("alloc", "free")):
             sign = -1 if what == "free" else 1
             self.facts.given[request_id] += [(self._event, part.group, sign * len(part.slots)) for part in parts]
+        self.facts.frees_of_nobody |= what == "free" and request_id == NOBODY
         for part in parts:
             self._note_slots(part.group, part.slots, what, request_id)
 

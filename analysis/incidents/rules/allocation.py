@@ -1,6 +1,7 @@
 """What went wrong with who holds which slot."""
 
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
+from ..evidence import POSSIBLE, REMAINS
 from ..facts import Fact
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
@@ -41,7 +42,9 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
             claim, write = taken
             said = f"{other.place} was given out again in event {claim.event} while {other.reader} had it, and written in event "
             said += f"{write.event}; read in {other.when}"
-            return cluster.diagnosis(0.86, said, other, claim.event, write.event, cause=claim.event)
+            lost = claim.what == "alloc" and claim.request_id != other.request_id  # whoever reads it may have given it back, unrecorded
+            score = 0.86 if not lost else POSSIBLE if cluster.facts.frees_of_nobody else REMAINS
+            return cluster.diagnosis(score, said, other, claim.event, write.event, cause=claim.event)
     wrong = cluster.violation(CONTENT)
     # The same slot at two positions of one request: the allocator gave it out twice to the same one.
     if wrong is None or not wrong.writer_request_id == wrong.request_id >= 0 or wrong.stored_position == wrong.position:
