@@ -63,8 +63,10 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     sign = cluster.only_kv_hash()
     if sign is None or (written_again(cluster, sign) or (-1, -1))[0] == sign.event:
         return None  # the forward itself writes the slot, for another position
-    change = cluster.last(sign, "changed")
+    change, filled = cluster.last(sign, "changed"), cluster.filled(sign)
     score = 0.9 if len(cluster.places()) == 1 else 0.72
+    if filled is not None and filled.what in ("copied", "loaded"):
+        score = 0.6  # what brought it is likelier
     noticed = ""
     if change is not None:
         many = f", of {change.together} slots at once" if change.together > 1 else ""
