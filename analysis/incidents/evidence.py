@@ -108,7 +108,7 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
     if not cluster.has_trace or sign.request_id < 0 or sign.slot <= 0:
         return Held.UNKNOWN
     history = cluster.history(sign)
-    held = Held.NEVER if cluster.complete or any(f.what == "alloc" for f in history) else Held.UNKNOWN
+    held = Held.NEVER if history or cluster.complete else Held.UNKNOWN
     holder, gone = -1, False  # whom it was given to last and who has it still; whether the cache has given it up
     again, own = cluster.facts.retracted_before(sign.request_id, sign.event), cluster.wrote(sign)
     wrote = own[0] if own is not None and own[1] == sign.slot else sign.event
@@ -293,6 +293,8 @@ def misplaced(cluster: Cluster, sign: Sign) -> int:
     own = {(s.position, s.expected_token) for s in mine if s.expected_token >= 0}
     theirs = [s for s in mine if s.writer_request_id != s.request_id and not cluster.window(s)]
     theirs = [s for s in theirs if (filled := cluster.filled(s)) is None or filled.what == "written"]
+    # What stands there from before the slot was given out is nobody's row's doing.
+    theirs = [s for s in theirs if (given := cluster.last(s, "alloc")) is None or s.writer_event >= given.event]
     return len({s.position for s in theirs if (s.stored_position, s.stored_token) in own})
 
 
