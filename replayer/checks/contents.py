@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
-from ...kernels.constants import RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN, UNKNOWN_TOKEN
 from ...kernels.tokens import contradicting
 from ...recorder.state.forward import BatchTokens, Forward
 from ...recorder.state.history import (
@@ -206,7 +206,9 @@ class WriteLost(HistoryCheck):
 
     A kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
     bytes agree from then on. The same token written again leaves the same bytes, since the first layer's V depends on
-    nothing else. Not judged: unknown tokens (-1), slots of zeros, slots that nobody has written in this trace.
+    nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights that each rank
+    draws alike): bytes that the token has in another slot are its own. Not judged: unknown tokens (-1), slots of zeros, slots that nobody
+    has written in this trace.
     """
 
     kind = "write_lost"
@@ -217,10 +219,11 @@ class WriteLost(HistoryCheck):
         streams = self.history.header.streams(view.forward.runner)
         for group in () if view.forward.failed else view.groups:
             left = [view.forward.kv_bytes[n] for n, (index, _) in enumerate(streams) if index == group.pool.index]
+            sampled = [stream.samples for index, stream in streams if index == group.pool.index]
             if left:
-                yield from self._lost(view, group, left)
+                yield from self._lost(view, group, left, sampled)
 
-    def _lost(self, view: ForwardView, group: GroupReads, left: list[ByteArray]) -> list[Finding]:
+    def _lost(self, view: ForwardView, group: GroupReads, left: list[ByteArray], sampled: list[bool]) -> list[Finding]:
         forward, pool, slots = view.forward, group.pool.pool, group.request_slots
         known = (slots > 0) & (slots < group.pool.num_slots)
         at = np.where(known, slots, 0)
@@ -230,11 +233,17 @@ class WriteLost(HistoryCheck):
         other = np.flatnonzero(known & (tokens != fed) & (tokens != UNKNOWN_TOKEN) & (fed != UNKNOWN_TOKEN))
         if not len(other):
             return []
-        stale = np.zeros(len(other), np.bool_)
-        for before, after in zip(pool.kv, left, strict=True):
+        stale = np.zeros((len(left), len(other)), np.bool_)
+        for same, before, after in zip(stale, pool.kv, left, strict=True):
             rows = before[at[other]]
-            stale |= (rows == after[other]).all(axis=1) & rows.any(axis=1)
-        lost = other[stale]
+            same[:] = (rows == after[other]).all(axis=1) & rows.any(axis=1)
+        some = np.flatnonzero(stale.any(axis=0))
+        if len(some):
+            kept = [
+                n for n in some.tolist() if not self._is_its_own(view, group, left, stale[:, n], sampled, int(other[n]))
+            ]
+            some = np.array(kept, np.int64)
+        lost = other[some]
 
         def explain(n: int) -> Explained:
             token, slot = int(lost[n]), int(slots[lost[n]])
@@ -243,6 +252,29 @@ class WriteLost(HistoryCheck):
             return detail, [event], Cause(token=before, expected_token=int(fed[token]))
 
         return self.of_tokens(view, group, explain, lost)
+
+    def _is_its_own(
+        self,
+        view: ForwardView,
+        group: GroupReads,
+        left: list[ByteArray],
+        stale: BoolArray,
+        sampled: list[bool],
+        token: int,
+    ) -> bool:
+        """Say whether a token has in another slot the bytes that its slot kept: then it has the embedding of the token before it.
+
+        What else its slot kept, K say, is its own then too if it stands where that token stood; samples say nothing of another slot's.
+        """
+        pool, slot, fed = group.pool.pool, int(group.request_slots[token]), int(view.forward.input_ids[token])
+        records = record_words(pool.tail[group.pool.group.halves[0]], written=False)
+        there = (records[:, RECORD_TOKEN] == fed) & (pool.writers[:, 0] > 0) & ~pool.unknown
+        there[[0, slot]] = False
+        slots = np.flatnonzero(there)
+        kept = [n for n in np.flatnonzero(stale).tolist() if not sampled[n]]
+        own = [n for n in kept if (pool.kv[n][slots] == left[n][token]).all(axis=1).any()]
+        same_place = int(records[slot, RECORD_POSITION]) == int(view.forward.positions[token])
+        return bool(own) and (same_place or len(own) == len(kept))
 
 
 @register

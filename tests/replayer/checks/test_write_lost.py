@@ -115,3 +115,20 @@ def test_what_a_forward_wrote_that_failed_is_unknown(executor, engine, tmp_path)
     assert (row["forward"], row["request_id"]) == (4, 11)
     (ended,) = [row for row in summary.coverage if row.what == "ended"]
     assert (ended.watched, ended.total, ended.words) == (4, 5, "what forwards wrote that failed in 1 of 5 forwards")
+
+
+@pytest.mark.parametrize("executor", ["interval", "stepwise"])
+def test_tokens_of_one_embedding_have_the_same_bytes(executor, engine, tmp_path):
+    """Dummy weights that each rank draws alike: found by a hunt on two ranks of vLLM."""
+    engine.write(4, 100, 3, 4)
+    engine.write(5, 100, 3, 4)
+    engine.write(6, 420, 9, 4)
+    engine.write(5, 420, 8, 4, request=8)  # V is its own: it is in slot 6
+    engine.write(4, 420, 3, 4, request=9)  # K too, where the other token stood
+    engine.write(7, 200, 5, 6, request=10)
+    engine.write(7, 300, 5, 7, request=11)  # K of 200: nobody has it of 300
+    engine.recorder.close()
+    settings = ReplaySettings(checks=("write_lost",), executor=executor)
+    replay(engine.path, settings=settings, report=tmp_path)
+    (row,) = pq.read_table(tmp_path / "findings.parquet").to_pylist()
+    assert (row["request_id"], row["slot"]) == (11, 7)
