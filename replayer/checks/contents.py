@@ -23,6 +23,7 @@ from ...recorder.state.tables import look_up
 from ...recorder.state.writes import stays
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.reader import EventView
+from ..model.written import SLOT, WrittenTokens, written_tokens
 from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
@@ -207,13 +208,19 @@ class WriteLost(HistoryCheck):
     A kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
     bytes agree from then on. The same token written again leaves the same bytes, since the first layer's V depends on
     nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights that each rank
-    draws alike): bytes that the token has in another slot are its own. Not judged: unknown tokens (-1), slots of zeros, slots that nobody
+    draws alike): bytes that the token has in another slot, or
+    is written with to another in the same batch of events, are its own. Not judged: unknown tokens (-1), slots of zeros, slots that nobody
     has written in this trace.
     """
 
     kind = "write_lost"
     finds = "a forward wrote a token, and the slot's bytes are still those of another one"
     covered = Covered.COMPILED
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        # What forwards of a batch wrote, by runner and stream.
+        self._written: tuple[TraceBatch | None, dict[tuple[int, int], WrittenTokens | None]] = None, {}
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         streams = self.history.header.streams(view.forward.runner)
@@ -272,9 +279,33 @@ class WriteLost(HistoryCheck):
         there[[0, slot]] = False
         slots = np.flatnonzero(there)
         kept = [n for n in np.flatnonzero(stale).tolist() if not sampled[n]]
-        own = [n for n in kept if (pool.kv[n][slots] == left[n][token]).all(axis=1).any()]
+        own = [
+            n
+            for n in kept
+            if (pool.kv[n][slots] == left[n][token]).all(axis=1).any()
+            or self._written_elsewhere(view, group, n, fed, slot, left[n][token])
+        ]
         same_place = int(records[slot, RECORD_POSITION]) == int(view.forward.positions[token])
         return bool(own) and (same_place or len(own) == len(kept))
+
+    def _written_elsewhere(
+        self, view: ForwardView, group: GroupReads, stream: int, fed: int, slot: int, row: ByteArray
+    ) -> bool:
+        """Say whether a forward of the same batch of events, earlier or later, wrote a token with these bytes to another slot."""
+        batch, runner, header = view.event.batch, view.forward.runner, self.history.header
+        number = [n for n, (index, _) in enumerate(header.streams(runner)) if index == group.pool.index][stream]
+        if self._written[0] is not batch:
+            self._written = batch, {}
+        known = self._written[1]
+        if (runner, number) not in known:
+            nobody = np.zeros_like
+            table = group.pool.group.table
+            known[runner, number] = written_tokens(batch, header, runner, number, table, lambda ids, _: nobody(ids))
+        found = known[runner, number]
+        if found is None:
+            return False
+        elsewhere = (found.keys == fed) & (found.places[:, SLOT] != slot)
+        return bool((found.data[elsewhere] == row).all(axis=1).any())
 
 
 @register

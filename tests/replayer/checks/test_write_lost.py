@@ -132,3 +132,10 @@ def test_tokens_of_one_embedding_have_the_same_bytes(executor, engine, tmp_path)
     replay(engine.path, settings=settings, report=tmp_path)
     (row,) = pq.read_table(tmp_path / "findings.parquet").to_pylist()
     assert (row["request_id"], row["slot"]) == (11, 7)
+
+
+def test_what_a_later_forward_of_the_batch_writes_to_another_slot_says_it_too(engine, tmp_path):
+    engine.write(5, 100, 3, 4)
+    engine.write(5, 420, 8, 4, request=8)
+    engine.write(6, 420, 9, 4, request=9)
+    assert engine.found(tmp_path) == []
