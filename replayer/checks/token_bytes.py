@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.ops.token_rows.encoding import float_values
+from ...kernels.ops.token_rows.reference import encoding_of
 from ...recorder.state.requests import Identity, RequestTable
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.schema import IDENTITY_KINDS
@@ -36,6 +37,9 @@ from ..report.findings import Cause, Finding, counted, evidence, of_request
 from .check import Covered, HistoryCheck, register
 from .history import History
 
+# Of 8 bits equal values may differ by a code: by a part of the value, and of small ones by a step, of which there are so many to 1.
+_CODES: Final = {dtype: of for dtype in ("float8_e4m3fn", "float8_e5m2") if (of := encoding_of(dtype, 1.0)) is not None}
+_ROUNDING: Final = ROUNDING | {dtype: of.relative for dtype, of in _CODES.items()}
 _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 64  # repeats from which anything can be learnt
@@ -95,7 +99,7 @@ class TokenBytes(HistoryCheck):
                     stream.half == "V"
                     and not stream.samples
                     and stream.layer_of(0) == 0
-                    and stream.dtype in ROUNDING
+                    and stream.dtype in _ROUNDING
                     and not NEEDED & set(known.derived)
                 ):
                     place = runner, number, header.groups[group].table
@@ -161,12 +165,12 @@ class TokenBytes(HistoryCheck):
         by = _differ_by(rows[differ], rows[differ - 1], dtype)
         known.by.append(by[tells[differ]])
         alike = same & new
-        alike[differ] = by <= ROUNDING[dtype]
+        alike[differ] = by <= _ROUNDING[dtype]
         ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
         spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
         right = set(zip(of.tolist(), ends.tolist(), strict=True))
         for at, much in zip(differ.tolist(), by.tolist(), strict=True):
-            if much <= ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
+            if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
                 continue
             if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
                 # The one in between was wrong, and was found.
@@ -197,7 +201,7 @@ class TokenBytes(HistoryCheck):
         by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
         equal, most = stream.pairs - len(by), int(_MOST * stream.pairs)
         noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
-        limit = max(ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
+        limit = max(_ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
         too_few = stream.pairs < _FEWEST
         if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
             return
@@ -243,7 +247,8 @@ def _joined(spans: Int64Array) -> Int64Array:
 def _differ_by(one: ByteArray, other: ByteArray, dtype: str) -> npt.NDArray[np.float64]:
     """Return how far rows differ, as a part of their largest value, `[n]`."""
     a, b = (float_values(rows, dtype) for rows in (one, other))
+    step = _CODES[dtype].absolute if dtype in _CODES else 0.0
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
-        found = np.abs(a - b).max(axis=1, initial=0) / np.maximum(largest, 1e-30)
+        found = np.maximum(np.abs(a - b).max(axis=1, initial=0) - step, 0) / np.maximum(largest, 1e-30)
     return np.where(np.isnan(found), 1.0, found)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.shrink.parts import EventCopies, Part, views_of
 from kvcanary.analysis.shrink.proof import write_part
@@ -171,8 +172,8 @@ def test_tokens_of_another_adapter_are_found(recorded, tmp_path):
     assert list(found) == ["token_bytes"] and violations == 0
 
 
-@pytest.mark.parametrize("dtype", ["", "bytes", "float8_e4m3fn", "float32"])
-def test_bytes_that_are_not_said_to_be_floats_of_16_or_32_bits_are_not_judged(recorded, tmp_path, dtype):
+@pytest.mark.parametrize("dtype", ["", "bytes", "int8", "float32"])
+def test_bytes_that_are_not_said_to_be_floats_are_not_judged(recorded, tmp_path, dtype):
     """A cache may keep 8-bit floats of a model in bfloat16: one more in a byte is then another value altogether."""
     header, events = recorded
     changed = said(header, dtype, model=replace(header.model, dtype="float32"))
@@ -224,3 +225,31 @@ def test_a_prompt_that_comes_again_does_not_show_that_v_follows_from_the_token_a
     recorder.close()
     summary = replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=("token_bytes",)), report=None)
     assert summary.findings_by_kind == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "found"),
+    [
+        ("float8_e4m3fn", 40.0, ["token_bytes"]),
+        ("float8_e5m2", 40.0, ["token_bytes"]),
+        ("float8_e4m3fn", 2.0**-8, []),  # as much as two of the smallest steps
+        ("float8_e5m2", 2.0**-15, []),
+    ],
+)
+def test_values_of_8_bits_may_differ_by_a_code_and_are_found_if_by_more(recorded, tmp_path, dtype, size, found):
+    header, events = recorded
+    largest = max(float(np.abs(values(event)).max()) for event in events if event.kind == "forward")
+
+    def coded(event):
+        if event.kind != "forward":
+            return
+        given = values(event).copy() * np.float32(size / largest)
+        if event.scalars["forward"] == FORWARD:
+            given *= np.float32(0.5)
+        codes = torch.from_numpy(np.tile(given, (1, 4))).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+        codes = codes - (codes & 127 > 0) * (event.ints["positions"] % 7 == 0)[:, None].astype(
+            np.uint8
+        )  # a code lower, now and then
+        event.bytes["kv_bytes"].view(np.uint8).reshape(2, len(given), 16)[V] = codes
+
+    assert list(judged((said(header, dtype), events), tmp_path, coded)[0]) == found
