@@ -22,6 +22,7 @@ from ...recorder.state.history import (
 from ...recorder.state.tables import look_up
 from ...recorder.state.writes import stays
 from ...recorder.trace.batch import TraceBatch
+from ...recorder.trace.header import KvStream
 from ...recorder.trace.reader import EventView
 from ..model.written import SLOT, WrittenTokens, written_tokens
 from ..report.findings import NO_CAUSE, Cause, Finding
@@ -209,7 +210,7 @@ class WriteLost(HistoryCheck):
     bytes agree from then on. The same token written again leaves the same bytes, since the first layer's V depends on
     nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights that each rank
     draws alike): bytes that the token has in another slot, or
-    is written with to another in the same batch of events, are its own. Not judged: unknown tokens (-1), slots of zeros, slots that nobody
+    is written with to another in the same batch of events, are its own. Not judged: unknown tokens (-1), slots of zeros (of 8-bit floats of -0, too), slots that nobody
     has written in this trace.
     """
 
@@ -226,11 +227,13 @@ class WriteLost(HistoryCheck):
         streams = self.history.header.streams(view.forward.runner)
         for group in () if view.forward.failed else view.groups:
             left = [view.forward.kv_bytes[n] for n, (index, _) in enumerate(streams) if index == group.pool.index]
-            sampled = [stream.samples for index, stream in streams if index == group.pool.index]
+            own = [stream for index, stream in streams if index == group.pool.index]
             if left:
-                yield from self._lost(view, group, left, sampled)
+                yield from self._lost(view, group, left, own)
 
-    def _lost(self, view: ForwardView, group: GroupReads, left: list[ByteArray], sampled: list[bool]) -> list[Finding]:
+    def _lost(
+        self, view: ForwardView, group: GroupReads, left: list[ByteArray], streams: list[KvStream]
+    ) -> list[Finding]:
         forward, pool, slots = view.forward, group.pool.pool, group.request_slots
         known = (slots > 0) & (slots < group.pool.num_slots)
         at = np.where(known, slots, 0)
@@ -241,13 +244,14 @@ class WriteLost(HistoryCheck):
         if not len(other):
             return []
         stale = np.zeros((len(left), len(other)), np.bool_)
-        for same, before, after in zip(stale, pool.kv, left, strict=True):
+        for same, before, after, stream in zip(stale, pool.kv, left, streams, strict=True):
             rows = before[at[other]]
-            same[:] = (rows == after[other]).all(axis=1) & rows.any(axis=1)
+            filled = (rows & np.uint8(127 if stream.dtype.startswith("float8") else 255)).any(axis=1)  # not -0 alone
+            same[:] = (rows == after[other]).all(axis=1) & filled
         some = np.flatnonzero(stale.any(axis=0))
         if len(some):
             kept = [
-                n for n in some.tolist() if not self._is_its_own(view, group, left, stale[:, n], sampled, int(other[n]))
+                n for n in some.tolist() if not self._is_its_own(view, group, left, stale[:, n], streams, int(other[n]))
             ]
             some = np.array(kept, np.int64)
         lost = other[some]
@@ -266,7 +270,7 @@ class WriteLost(HistoryCheck):
         group: GroupReads,
         left: list[ByteArray],
         stale: BoolArray,
-        sampled: list[bool],
+        streams: list[KvStream],
         token: int,
     ) -> bool:
         """Say whether a token has in another slot the bytes that its slot kept: then it has the embedding of the token before it.
@@ -278,7 +282,7 @@ class WriteLost(HistoryCheck):
         there = (records[:, RECORD_TOKEN] == fed) & (pool.writers[:, 0] > 0) & ~pool.unknown
         there[[0, slot]] = False
         slots = np.flatnonzero(there)
-        kept = [n for n in np.flatnonzero(stale).tolist() if not sampled[n]]
+        kept = [n for n in np.flatnonzero(stale).tolist() if not streams[n].samples]
         own = [
             n
             for n in kept

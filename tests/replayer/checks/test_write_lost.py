@@ -1,5 +1,7 @@
 """A write that leaves another token's bytes in its slot."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -139,3 +141,13 @@ def test_what_a_later_forward_of_the_batch_writes_to_another_slot_says_it_too(en
     engine.write(5, 420, 8, 4, request=8)
     engine.write(6, 420, 9, 4, request=9)
     assert engine.found(tmp_path) == []
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("float8_e4m3fn", 0), ("float32", 1)])
+def test_zeros_of_8_bits_have_a_sign(dtype, found, tmp_path, monkeypatch):
+    """Dummy weights in an 8-bit cache leave nothing but signs."""
+    monkeypatch.setitem(globals(), "STREAMS", tuple(replace(one, dtype=dtype) for one in STREAMS))
+    engine = Engine(tmp_path / "signs.arrow")
+    engine.write(5, 100, 128, 1)
+    engine.write(5, 200, 128, 2)
+    assert len(engine.found(tmp_path)) == found
