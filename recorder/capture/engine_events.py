@@ -120,6 +120,8 @@ class EventRecording(Recording):
         `slots` are `[n]`, those of a request together and ascending, in each of `groups` the same; `requests` `[n]` places in
         the batch, ascending; `request_ids`, `rows` `[bs]`. A negative id is nobody's, or several requests': "shared".
         """
+        if not slots.size:
+            return
         given = GivenOut(groups, slots, requests, np.asarray(request_ids, np.int64), np.asarray(rows, np.int64))
         self._put_all([allocation_rows(given, self._numbers, self._now())])
 

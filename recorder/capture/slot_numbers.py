@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import BoolArray, Int64Array
 from ..trace.event import EventRows
 from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
 from .host_arrays import ragged_index
 
 DEFAULT_PADDING = (0,)
+_AT_ONCE = np.zeros(1, np.int64)
 
 
 class SlotNumbers:
@@ -166,14 +167,14 @@ class GivenOut(NamedTuple):
 
 
 def allocation_rows(given: GivenOut, numbers: SlotNumbers, time_ns: int) -> EventRows:
-    """Return an allocation for each request and group, with the runs of slots that the request got there."""
+    """Return an allocation for each request and group, with the runs of slots that the request got there; some are given."""
     slots, requests = given.slots, given.requests
-    begins = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (np.diff(requests, prepend=-1) != 0))
-    starts, counts, owners = slots[begins], np.diff(begins, append=slots.size), requests[begins]
-    first = np.flatnonzero(np.diff(owners, prepend=-1))
+    begins = _begins((slots[1:] != slots[:-1] + 1) | (requests[1:] != requests[:-1]))
+    starts, counts, owners = slots[begins], _lens(begins, slots.size), requests[begins]
+    first = _begins(owners[1:] != owners[:-1])
     each = np.asarray(given.groups, np.int64)
     ids, rows = (np.repeat(of[owners[first]], each.size) for of in (given.request_ids, given.rows))
-    lens = np.repeat(np.diff(first, append=begins.size), each.size)
+    lens = np.repeat(_lens(first, begins.size), each.size)
     runs, groups = ragged_index(np.repeat(first, each.size), lens), np.repeat(np.tile(each, first.size), lens)
     statuses = [ALLOC_SHARED if one < 0 else ALLOC_FRESH for one in ids.tolist()]
     return EventRows(
@@ -187,6 +188,19 @@ def allocation_rows(given: GivenOut, numbers: SlotNumbers, time_ns: int) -> Even
             "req_pool_indices": (rows, np.ones_like(rows)),
         },
     )
+
+
+def _begins(differs: BoolArray) -> Int64Array:
+    """Return where runs begin, at 0 and where an entry `differs` from the one before it."""
+    return np.concatenate((_AT_ONCE, np.flatnonzero(differs) + 1))
+
+
+def _lens(begins: Int64Array, size: int) -> Int64Array:
+    """Return how long runs are that begin there, of `size` entries together."""
+    lens = np.empty_like(begins)
+    lens[:-1] = begins[1:] - begins[:-1]
+    lens[-1] = size - begins[-1]
+    return lens
 
 
 def change_rows(changes: Sequence[SlotsChanged], numbers: SlotNumbers, time_ns: int) -> list[EventRows]:

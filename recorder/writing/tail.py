@@ -164,14 +164,22 @@ def _bodies(event: AnyEvent) -> list[bytes]:
         return list(map(_body, event.events()))
     # As many values of each column in each row: the records are the rows of one array.
     blob = _layout(event.kind, tuple(scalars), tuple(event.ints), ())[0]
-    counts = [np.full(rows, count, np.int64) for count in (*map(len, texts), *lens)]
-    values = [given.reshape(rows, count) for count, (given, _) in zip(lens, event.ints.values(), strict=True)]
-    head = np.stack([event.times_ns, *numbers, *counts], axis=1)
-    whole = [np.tile(np.frombuffer(blob, np.uint8), (rows, 1)), head.view(np.uint8)]
-    whole += [np.tile(np.frombuffer(text, np.uint8), (rows, 1)) for text in texts]
-    whole += [np.ascontiguousarray(part).view(np.uint8) for part in values]
-    data = np.concatenate(whole, axis=1)
-    return [row.tobytes() for row in data]
+    counts, said = (*map(len, texts), *lens), b"".join(texts)
+    head = np.empty((rows, 1 + len(numbers) + len(counts)), np.int64)
+    columns: list[Any] = [event.times_ns, *numbers, *counts]
+    for column, given in enumerate(columns):
+        head[:, column] = given
+    values = np.empty((rows, sum(lens)), np.int64)
+    for end, count, (of_rows, _) in zip(np.cumsum(lens).tolist(), lens, event.ints.values(), strict=True):
+        values[:, end - count : end] = of_rows.reshape(rows, count)
+    size, begins = head.shape[1] * 8, len(blob) + head.shape[1] * 8 + len(said)
+    data = np.empty((rows, begins + values.shape[1] * 8), np.uint8)
+    data[:, : len(blob)] = np.frombuffer(blob, np.uint8)
+    data[:, len(blob) : len(blob) + size] = head.view(np.uint8)
+    data[:, len(blob) + size : begins] = np.frombuffer(said, np.uint8)
+    data[:, begins:] = values.view(np.uint8)
+    whole, each = data.tobytes(), data.shape[1]
+    return [whole[at : at + each] for at in range(0, len(whole), each)]
 
 
 def _body(event: TraceEvent) -> bytes:
