@@ -264,7 +264,20 @@ def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     It looks in the right place if its request was given that slot, or if the token went over another of the request's own.
     """
     computed_now = sign.position >= cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
-    return computed_now and (cluster.was_given(sign) or over_its_own(cluster, sign) is not None)
+    return (
+        computed_now
+        and not any(_named_anew(cluster, sign, s) for s in cluster.head)
+        and (cluster.was_given(sign) or over_its_own(cluster, sign) is not None)
+    )
+
+
+def _named_anew(cluster: Cluster, sign: Sign, other: Sign) -> bool:
+    """Whether what a sign's request wrote in one slot is looked for in another, which it was given later: its row is wrong."""
+    own, given = cluster.wrote(other), cluster.last(other, "alloc")
+    if other.request_id != sign.request_id or own is None or given is None or own[1] == other.slot:
+        return False
+    again = cluster.facts.retracted_before(sign.request_id, sign.event)
+    return given.request_id == sign.request_id and given.event > own[0] and not again and not cluster.is_sliding(other)
 
 
 def skipped(cluster: Cluster, sign: Sign) -> bool:

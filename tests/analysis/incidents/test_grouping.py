@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.cluster import TOKEN, Cluster, Sign
-from kvcanary.analysis.incidents.evidence import Likely, evidence_of, left_open
+from kvcanary.analysis.incidents.evidence import Likely, evidence_of, left_open, went_elsewhere
 from kvcanary.analysis.incidents.facts import FACTS_A_SLOT, Fact, Facts, SlotFacts
 from kvcanary.analysis.incidents.finding import find_incidents, read_incidents, write_incidents
 from kvcanary.analysis.incidents.linking import components, page_nodes
@@ -27,6 +27,22 @@ def copied(report, folder):
     for name in ("violations.parquet", "findings.parquet", "summary.json"):
         (folder / name).write_bytes((report / name).read_bytes())
     return folder
+
+
+@pytest.mark.parametrize(("given_in", "elsewhere"), [(2, True), (50, False)])
+def test_a_token_went_elsewhere_only_if_its_row_is_right_where_it_was_written_before(given_in, elsewhere):
+    # Position 3 was written to slot 7 in event 9, and is looked for in slot 5. If that was given later, the row is wrong.
+    nowhere = dict.fromkeys(("event", "forward", "runner", "group", "row"), 0)
+    words = {"mode": "", "request": ""}
+    looked = Sign(**nowhere | {"event": 99}, **words, kind="attention_slots", bits=0, request_id=1, position=8, slot=6)
+    before = Sign(**nowhere | {"event": 99}, **words, kind="", bits=TOKEN, request_id=1, position=3, slot=5)
+    slots = {(0, slot): SlotFacts(99) for slot in (5, 6)}
+    slots[0, 5].add(Fact(event=given_in, what="alloc", request_id=1))
+    slots[0, 6].add(Fact(event=1, what="alloc", request_id=1))
+    facts = Facts(header=TraceHeader(groups=(), tables=()), slots=slots, prefixes={(99, 1): 8})
+    facts.wrote[1, 3].append((9, 7))
+    cluster = Cluster(signs=[looked, before], kinds=Counter(), reasons=Counter(), facts=facts)
+    assert went_elsewhere(cluster, looked) is elsewhere
 
 
 @pytest.mark.parametrize(
