@@ -136,6 +136,7 @@ def _history_arrays(history: SlotHistory) -> Iterator[_Named]:
     if history.states.slots:
         yield from ((f"states.{number}", slots) for number, slots in enumerate(history.states.slots))
         yield "chains", history.states.chains
+        yield "cleared", history.states.cleared
 
 
 def _differ(words: Int64Array, base: Int64Array, hashes: Int64Array | None) -> npt.NDArray[np.bool_]:

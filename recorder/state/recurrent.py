@@ -40,13 +40,16 @@ class Misread(NamedTuple):
 
 
 class StateSlots:
-    """`slots[pool]` `[num_slots, 5] int64`; `chains` `[rows, 3] int64`: request, end and chain of a row's last forward."""
+    """`slots[pool]` `[num_slots, 5] int64`; `chains` `[rows, 3] int64`: request, end and chain of a row's last forward; `cleared`
+    `[pools, 2] int64`: the hash of the bytes of a slot that was zeroed (0: unknown), and whether a forward has left those, too.
+    """
 
     def __init__(self, header: TraceHeader) -> None:
         self._header = header
         self.slots = [np.zeros((pool.num_slots, 5), np.int64) for pool in header.states]
         rows = max([1, *(table.rows for table in header.tables)]) if header.states else 0
         self.chains = np.zeros((rows, 3), np.int64)
+        self.cleared = np.zeros((len(header.states), 2), np.int64)
         self._applied: Forward | None = None
         self._misread: list[Misread] = []
 
@@ -87,6 +90,7 @@ class StateSlots:
             slots = self.slots[pool]
             if op == CLEAR:
                 slots[slot] = forward.event + 1, -1, 0, _NOTHING_READ, new
+                self.cleared[pool, 0] = new or self.cleared[pool, 0]
             elif op == COPY:
                 slots[slot] = slots[source]  # with the hash of what the source is to hold
             else:
@@ -95,6 +99,9 @@ class StateSlots:
                     if source >= 0
                     else ""
                 )
+                if source >= 0 and old and not slots[source, STATE_EVENT] and [old, 0] == self.cleared[pool].tolist():
+                    cause = "cleared"  # nobody was seen to fill it, and its bytes say that nobody has
+                self.cleared[pool, 1] |= new != 0 and new == self.cleared[pool, 0]
                 if written.setdefault((pool, slot), request) != request:
                     cause = "same_forward"
                 if cause:

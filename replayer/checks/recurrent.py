@@ -14,6 +14,7 @@ SAID: Final = {  # by cause
     "other_prefix": "it holds another prefix's, of {position} tokens",
     "other_position": "it holds that of {position} tokens",
     "changed_bytes": "its bytes are not those that were left there",
+    "cleared": "its bytes are those of a slot that was zeroed, and nobody was seen to fill it",
     "same_forward": "another request of the forward writes it, too",
 }
 
@@ -23,7 +24,8 @@ class StateDiffers(HistoryCheck):
     """A request goes on from a state slot that holds another prefix, another position, or other bytes than were left there.
 
     What a slot holds is known by what filled it: a forward, a copy of another slot, or zeros. A slot that nobody was seen to
-    fill is judged by nothing; a chain in which a token is unknown is held against no other.
+    fill is judged by its bytes alone: they may be those of a zeroed slot, if no forward has left such; a chain in which a token
+    is unknown is held against no other.
     """
 
     kind = "state_differs"
@@ -53,8 +55,9 @@ class StateDiffers(HistoryCheck):
         of = f" for request {self.history.request_table.name(writer)}" if writer >= 0 else ""
         pool = self.history.header.states[one.pool].name
         said = SAID[one.cause].format(position=state[STATE_POSITION])
-        detail = f"went on from {prefix} tokens with state slot {one.slot} of {pool}: {said}, filled"
-        detail += f" in event {state[STATE_EVENT] - 1}{of}"
+        detail = f"went on from {prefix} tokens with state slot {one.slot} of {pool}: {said}"
+        known, writer = state[STATE_EVENT] > 0, writer if state[STATE_EVENT] else -1
+        detail += f", filled in event {state[STATE_EVENT] - 1}{of}" if known else ""
         cause = Cause(one.cause, writer)
-        events = [state[STATE_EVENT] - 1]
+        events = [state[STATE_EVENT] - 1] if known else []
         return self.of_request(view.forward, one.request, detail, events=events, cause=cause, position=prefix - 1)

@@ -99,12 +99,7 @@ def left_window_cached_again(fired: Fired) -> None:
         return length
 
 
-@bug(
-    "sgl-project/sglang#39862",
-    "recurrent",
-    "state_restored_for_other_prefix",
-    late="a request that goes on behind a hit from a cleared state, to which nothing was copied, is not asked about",
-)
+@bug("sgl-project/sglang#39862", "recurrent", "state_restored_for_other_prefix")
 def state_left_out_of_the_restore(fired: Fired) -> None:
     """What a hit brings back of a recurrent checkpoint is not all that a slot holds, and the slot that it is brought to is not
     cleared. The request goes on from what the slot's last user has left."""

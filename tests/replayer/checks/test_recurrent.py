@@ -88,7 +88,24 @@ def shared(scene: Scene) -> None:
 def never_filled(scene: Scene) -> None:
     """A slot that nobody was seen to fill holds nobody knows what."""
     healthy(scene)
+    scene.states[OTHER] += 1
     hit(scene, OTHER)
+
+
+def nothing_restored(scene: Scene) -> None:
+    """What a hit was to bring back was not copied, and the slot is as it was made: as one that has been zeroed."""
+    healthy(scene)
+    for prefix, slot in ((5, 8), (6, 9)):
+        scene.forward(Part(request=1, row=1, prefix=prefix, slots=(slot,), state=1), mode="decode")
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2))
+
+
+def zeros_are_a_state(scene: Scene) -> None:
+    """Where a forward leaves nothing but zeros, a slot that holds them may have been filled."""
+    scene.clear_state(1)
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), leaves_zeros=True)
+    healthy(scene)
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2))
 
 
 def not_seen(scene: Scene) -> None:
@@ -120,6 +137,7 @@ FAULTS = {
     freed_early_in_slot_0: [("other_prefix", 1, 3)],
     damaged: [("changed_bytes", 2, 1)],
     shared: [("same_forward", 2, 1)],
+    nothing_restored: [("cleared", 2, -1)],
 }
 
 
@@ -137,13 +155,15 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
     assert [(row["cause"], row["request_id"], row["other_request_id"]) for row in rows] == FAULTS[act]
 
 
-@pytest.mark.parametrize("act", [never_filled, not_seen, failed, lost, lambda scene: hit(healthy(scene))])
+@pytest.mark.parametrize(
+    "act", [never_filled, zeros_are_a_state, not_seen, failed, lost, lambda scene: hit(healthy(scene))]
+)
 def test_what_nobody_knows_is_judged_by_nothing(act: Callable[[Scene], object], tmp_path: Path) -> None:
     assert played(act, tmp_path / "t.arrow").judge("state_differs") == []
 
 
 @pytest.mark.usefixtures("pass_from_the_start")
-@pytest.mark.parametrize("act", [freed_early, shared], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", [freed_early, shared, nothing_restored], ids=lambda act: act.__name__)
 def test_every_way_of_replaying_finds_it(act: Callable[[Scene], object], tmp_path: Path) -> None:
     played(act, tmp_path / "t.arrow").recorder.close()
     found = []
@@ -156,7 +176,9 @@ def test_every_way_of_replaying_finds_it(act: Callable[[Scene], object], tmp_pat
     assert [row["kind"] for row in found[0]].count("state_differs") == 1
 
 
-@pytest.mark.parametrize("act", [wrong_checkpoint, late_checkpoint, freed_early], ids=lambda act: act.__name__)
+@pytest.mark.parametrize(
+    "act", [wrong_checkpoint, late_checkpoint, freed_early, nothing_restored], ids=lambda act: act.__name__
+)
 def test_a_segment_alone_knows_what_the_slots_hold(act: Callable[[Scene], object], tmp_path: Path) -> None:
     scene = played(act, tmp_path / "t.arrow")
     whole = told(scene.judge("state_differs"))
