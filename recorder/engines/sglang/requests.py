@@ -76,9 +76,11 @@ class TokenLists:
         """Return one token, None where the lists have become shorter."""
         split = len(self.prompt)
         part, place = (self.prompt, position) if position < split else (self.output, position - split)
-        if place >= len(part):
+        try:
+            token = int(part[place])
+        except IndexError:  # not asked for its length first: the engine's thread may take tokens back at any moment
             return None
-        return UNKNOWN_TOKEN if self.placeholders[part is self.output] else int(part[place])
+        return UNKNOWN_TOKEN if self.placeholders[part is self.output] else token
 
     def tokens(self, start: int, stop: int) -> Int64Array:
         """Return the tokens of positions `start` to before `stop`; fewer where the lists have become shorter."""

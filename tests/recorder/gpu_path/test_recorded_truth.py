@@ -48,6 +48,17 @@ def test_one_new_token_each_is_the_same_from_whoever_keeps_them():
     assert told(truth.changes(rows, [kept, lists, embedded], [2, 2, 2]))[0] == [2, 1, 2]
 
 
+def test_a_token_that_is_taken_back_while_it_is_asked_for_is_not_told():
+    class TakenBack(list[int]):
+        def __len__(self) -> int:
+            return super().__len__() + 1  # as it was a moment ago
+
+    truth, rows = book(), np.array([1])
+    request = TokenLists([5], TakenBack())
+    truth.changes(rows, [request], [1])
+    assert told(truth.changes(rows, [request], [2])) == [[1], [], [], []]
+
+
 def test_tokens_that_are_gone_by_now_are_not_told():
     truth, request = book(), Tokens([5, 6, 7])
     rows = np.array([1])
