@@ -99,9 +99,10 @@ class StateSlots:
                     if source >= 0
                     else ""
                 )
-                if source >= 0 and old and not slots[source, STATE_EVENT] and [old, 0] == self.cleared[pool].tolist():
-                    cause = "cleared"  # nobody was seen to fill it, and its bytes say that nobody has
-                self.cleared[pool, 1] |= new != 0 and new == self.cleared[pool, 0]
+                if source >= 0 and not slots[source, STATE_EVENT] and [old, 0] == self.cleared[pool].tolist():
+                    # Nobody was seen to fill it, and its bytes say that nobody has; unless they stay what they are.
+                    cause = "" if old in (0, new) else "cleared"
+                self.cleared[pool, 1] |= not forward.failed and new != 0 and new == self.cleared[pool, 0]
                 if written.setdefault((pool, slot), request) != request:
                     cause = "same_forward"
                 if cause:

@@ -108,6 +108,20 @@ def zeros_are_a_state(scene: Scene) -> None:
     scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2))
 
 
+def zeros_at_once(scene: Scene) -> None:
+    """The first forward that is seen goes on from zeros and leaves zeros: its state may be nothing else."""
+    scene.clear_state(1)
+    scene.tokens[2], scene.table[2, :4] = scene.token(1), (1, 2, 3, 4)
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2), leaves_zeros=True)
+
+
+def nothing_restored_behind_a_failure(scene: Scene) -> None:
+    """A forward that failed has left the zeros that it found, which says nothing of those that run."""
+    scene.clear_state(1)
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), leaves_zeros=True, failed=True)
+    nothing_restored(scene)
+
+
 def not_seen(scene: Scene) -> None:
     """Nobody saw which slots the second chunk went to."""
     healthy(scene)
@@ -138,6 +152,7 @@ FAULTS = {
     damaged: [("changed_bytes", 2, 1)],
     shared: [("same_forward", 2, 1)],
     nothing_restored: [("cleared", 2, -1)],
+    nothing_restored_behind_a_failure: [("cleared", 2, -1)],
 }
 
 
@@ -156,7 +171,7 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
 
 
 @pytest.mark.parametrize(
-    "act", [never_filled, zeros_are_a_state, not_seen, failed, lost, lambda scene: hit(healthy(scene))]
+    "act", [never_filled, zeros_are_a_state, zeros_at_once, not_seen, failed, lost, lambda scene: hit(healthy(scene))]
 )
 def test_what_nobody_knows_is_judged_by_nothing(act: Callable[[Scene], object], tmp_path: Path) -> None:
     assert played(act, tmp_path / "t.arrow").judge("state_differs") == []
