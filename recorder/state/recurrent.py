@@ -100,8 +100,9 @@ class StateSlots:
                     else ""
                 )
                 if source >= 0 and not slots[source, STATE_EVENT] and [old, 0] == self.cleared[pool].tolist():
-                    # Nobody was seen to fill it, and its bytes say that nobody has; unless they stay what they are.
-                    cause = "" if old in (0, new) else "cleared"
+                    # Nobody was seen to fill it, and its bytes say that nobody has; unless they stay what they are, or are
+                    # those of a request that begins.
+                    cause = "" if old in (0, new) or forward.prefix_lens[request] <= 0 else "cleared"
                 self.cleared[pool, 1] |= not forward.failed and new != 0 and new == self.cleared[pool, 0]
                 if written.setdefault((pool, slot), request) != request:
                     cause = "same_forward"

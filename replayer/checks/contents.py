@@ -24,7 +24,7 @@ from ...recorder.state.writes import stays
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
 from ...recorder.trace.reader import EventView
-from ..model.written import SLOT, WrittenTokens, written_tokens
+from ..model.written import EVENT, SLOT, WrittenTokens, written_tokens
 from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
@@ -208,20 +208,36 @@ class WriteLost(HistoryCheck):
 
     A kernel that skips a token shows here and nowhere else: the stale bytes are recorded as those written, and record and
     bytes agree from then on. The same token written again leaves the same bytes, since the first layer's V depends on
-    nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights that each rank
-    draws alike): bytes that the token has in another slot, or
-    is written with to another in the same batch of events, are its own. Not judged: unknown tokens (-1), slots of zeros (of 8-bit floats of -0, too), slots that nobody
-    has written in this trace.
+    nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights
+    that each rank draws alike): bytes that the token has in another slot, or is written with to another in the same batch
+    of events, are its own, unless they stood in that slot before it, too. Not judged: unknown tokens (-1), slots of zeros
+    (of 8-bit floats of -0, too), slots that nobody has written in this trace.
     """
 
     kind = "write_lost"
     finds = "a forward wrote a token, and the slot's bytes are still those of another one"
     covered = Covered.COMPILED
+    events = frozenset({"keyframe"})
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
         # What forwards of a batch wrote, by runner and stream.
         self._written: tuple[TraceBatch | None, dict[tuple[int, int], WrittenTokens | None]] = None, {}
+        # By group the event + 1 of each slot's last write that changed nothing, which is no witness; and all those of the batch.
+        self._left: dict[int, Int64Array] = {}
+        self._left_now: set[tuple[int, int, int]] = set()
+
+    def event(self, view: EventView) -> list[Finding]:
+        """Forget which writes changed nothing, which no keyframe holds."""
+        self._left.clear()
+        return []
+
+    def forget(self) -> None:
+        super().forget()
+        self._left.clear()
+
+    def batch(self, batch: TraceBatch) -> None:
+        self._left_now.clear()
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         streams = self.history.header.streams(view.forward.runner)
@@ -253,6 +269,11 @@ class WriteLost(HistoryCheck):
             kept = [
                 n for n in some.tolist() if not self._is_its_own(view, group, left, stale[:, n], streams, int(other[n]))
             ]
+            same_bytes = slots[other[some]]
+            self._left.setdefault(group.pool.index, np.zeros(group.pool.num_slots, np.int64))[same_bytes] = (
+                forward.event + 1
+            )
+            self._left_now |= {(group.pool.index, slot, forward.event) for slot in same_bytes.tolist()}
             some = np.array(kept, np.int64)
         lost = other[some]
 
@@ -281,6 +302,8 @@ class WriteLost(HistoryCheck):
         records = record_words(pool.tail[group.pool.group.halves[0]], written=False)
         there = (records[:, RECORD_TOKEN] == fed) & (pool.writers[:, 0] > 0) & ~pool.unknown
         there[[0, slot]] = False
+        if (left_at := self._left.get(group.pool.index)) is not None:
+            there &= left_at != pool.writers[:, 0]
         slots = np.flatnonzero(there)
         kept = [n for n in np.flatnonzero(stale).tolist() if not streams[n].samples]
         own = [
@@ -295,7 +318,12 @@ class WriteLost(HistoryCheck):
     def _written_elsewhere(
         self, view: ForwardView, group: GroupReads, stream: int, fed: int, slot: int, row: ByteArray
     ) -> bool:
-        """Say whether a forward of the same batch of events, earlier or later, wrote a token with these bytes to another slot."""
+        """Say whether a forward of the same batch of events, earlier or later, wrote a token with these bytes to another slot
+        which did not hold them before, as far as is known.
+        """
+        if group.pool.group.lut >= 0:  # which slots of this pool they were is known of this forward alone
+            return False
+        pool = group.pool.pool
         batch, runner, header = view.event.batch, view.forward.runner, self.history.header
         number = [n for n, (index, _) in enumerate(header.streams(runner)) if index == group.pool.index][stream]
         if self._written[0] is not batch:
@@ -308,8 +336,16 @@ class WriteLost(HistoryCheck):
         found = known[runner, number]
         if found is None:
             return False
-        elsewhere = (found.keys == fed) & (found.places[:, SLOT] != slot)
-        return bool((found.data[elsewhere] == row).all(axis=1).any())
+        elsewhere = np.flatnonzero((found.keys == fed) & (found.places[:, SLOT] != slot))
+        same = elsewhere[(found.data[elsewhere] == row).all(axis=1)]
+        for event, other in found.places[same][:, [EVENT, SLOT]].tolist():
+            if event < view.forward.event:
+                changed = (group.pool.index, other, event) not in self._left_now
+            else:
+                changed = not 0 <= other < group.pool.num_slots or bool((pool.kv[stream][other] != row).any())
+            if changed:
+                return True
+        return False
 
 
 @register

@@ -140,7 +140,8 @@ def test_of_many_segments_few_are_open_and_the_same_is_seen(checkpoint, tmp_path
 
     monkeypatch.setattr(RequestWalk, "apply", counted)
     found = rerun(segments, "late-repeat", checkpoint)
-    assert len(segments) > 12 and max(opened) == (3 if compression == "none" else 1)
+    # One more than stay open is read while the events that wait are applied, before the oldest is closed.
+    assert len(segments) > 12 and max(opened) == (4 if compression == "none" else 1)
     assert found.to_json() == right.to_json() and found.compared == 154
 
 

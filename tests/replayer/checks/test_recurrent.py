@@ -122,6 +122,15 @@ def nothing_restored_behind_a_failure(scene: Scene) -> None:
     nothing_restored(scene)
 
 
+def begins_from_zeros(scene: Scene) -> None:
+    """An engine may have a request that begins read its slot, which is as it was made."""
+    healthy(scene)
+    scene._state_access = lambda parts, _: (
+        StateAccess(reads=[p.state for p in parts], writes=[p.state for p in parts]),
+    )
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=3))
+
+
 def not_seen(scene: Scene) -> None:
     """Nobody saw which slots the second chunk went to."""
     healthy(scene)
@@ -171,7 +180,17 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
 
 
 @pytest.mark.parametrize(
-    "act", [never_filled, zeros_are_a_state, zeros_at_once, not_seen, failed, lost, lambda scene: hit(healthy(scene))]
+    "act",
+    [
+        never_filled,
+        zeros_are_a_state,
+        zeros_at_once,
+        begins_from_zeros,
+        not_seen,
+        failed,
+        lost,
+        lambda scene: hit(healthy(scene)),
+    ],
 )
 def test_what_nobody_knows_is_judged_by_nothing(act: Callable[[Scene], object], tmp_path: Path) -> None:
     assert played(act, tmp_path / "t.arrow").judge("state_differs") == []

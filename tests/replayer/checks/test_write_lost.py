@@ -18,16 +18,21 @@ STREAMS = tuple(KvStream(half=half, layer=0, bytes_per_token=SIZE, capture_bytes
 class Engine:
     """Writes tokens into slots of its choice; `kv[half]` `[slots, 32]` is what is there after the forward."""
 
-    def __init__(self, path):
+    def __init__(self, path, lut=None, **options):
         self.path = path
-        group = PoolGroup(name="full", num_slots=SLOTS, halves=("K", "V"), streams=STREAMS)
-        header = TraceHeader(groups=(group,), tables=(StateTable(rows=4, width=16),))
+        self.luts = () if lut is None else (lut,)
+        group = PoolGroup(
+            name="full", num_slots=SLOTS, halves=("K", "V"), streams=STREAMS, lut=-1 if lut is None else 0
+        )
+        header = TraceHeader(
+            groups=(group,), tables=(StateTable(rows=4, width=16),), lut_lens=tuple(len(one) for one in self.luts)
+        )
         self.kv = [np.zeros((SLOTS, SIZE), np.uint8) for _ in STREAMS]
         sources = {
             (0, i): KvSource(tensor=kv, page_size=1, bytes_per_token=SIZE, read_bytes=SIZE)
             for i, kv in enumerate(self.kv)
         }
-        self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=0)
+        self.recorder = Recorder(path, header, kv_sources=sources, kv_watch_every=0, **options)
         self.table = np.zeros((4, 16), np.int32)
 
     def write(self, slot, token, key, value, *, request=7, row=1, failed=False):
@@ -45,8 +50,10 @@ class Engine:
                 positions=one * 0,
                 out_cache_loc=(one * slot,),
                 reads=(self.table,),
+                luts=self.luts,
             )
         )
+        slot = self.luts[0][slot] if self.luts else slot
         self.kv[0][slot], self.kv[1][slot] = key, value
         self.recorder.after_forward(failed=failed)
 
@@ -151,3 +158,30 @@ def test_zeros_of_8_bits_have_a_sign(dtype, found, tmp_path, monkeypatch):
     engine.write(5, 100, 128, 1)
     engine.write(5, 200, 128, 2)
     assert len(engine.found(tmp_path)) == found
+
+
+@pytest.mark.usefixtures("pass_from_the_start")
+@pytest.mark.parametrize("executor", ["interval", "stepwise"])
+@pytest.mark.parametrize("options", [{}, {"flush_bytes": 1}])
+def test_a_write_that_changed_nothing_is_no_witness_for_another(executor, options, tmp_path):
+    """A kernel that skips a token each time leaves it in several slots with another's bytes; in one batch of events, or not."""
+    engine = Engine(tmp_path / "again.arrow", **options)
+    for slot in (3, 4, 5):
+        engine.write(slot, 100, 3, 4)
+    for slot in (3, 4, 5):
+        engine.write(slot, 200, 3, 4, request=slot)
+    engine.recorder.close()
+    settings = ReplaySettings(checks=("write_lost",), executor=executor)
+    replay(engine.path, settings=settings, report=tmp_path)
+    rows = pq.read_table(tmp_path / "findings.parquet").to_pylist()
+    assert [(row["forward"], row["slot"]) for row in rows] == [(3, 3), (4, 4), (5, 5)]
+
+
+def test_a_pool_that_numbers_its_slots_otherwise_has_no_witness_in_the_write_itself(tmp_path):
+    """Slots of a window's pool are found by a table, and what a forward names are those of the other pool."""
+    lut = np.roll(np.arange(SLOTS), -1)
+    engine = Engine(tmp_path / "lut.arrow", lut=lut)
+    engine.write(5, 100, 3, 4)
+    engine.write(5, 200, 3, 4, request=8)
+    (row,) = engine.found(tmp_path)
+    assert (row["forward"], row["slot"]) == (1, 6)
