@@ -119,13 +119,18 @@ class EventRows(msgspec.Struct, kw_only=True, gc=False):
         return total + sum(values.nbytes for values, _ in self.ints.values())
 
     def problem(self) -> str | None:
-        """As `TraceEvent.problem`, of all; that there is a value for each row is for those to see who make it."""
-        for name in self.scalars:
+        """As `TraceEvent.problem`, of all."""
+        for name, value in self.scalars.items():
             if name not in _SCALAR_TYPES:
                 return f"{self.kind} events: no scalar column {name!r}"
+            if not isinstance(value, str) and len(value) != self.rows:
+                return f"{self.kind} events: {len(value)} values of {name}, and {self.rows} events"
         for name, parts in self.ints.items():
             if name not in _INT_LISTS or any(part.ndim != 1 or part.dtype != _INT64 for part in parts):
                 return f"{self.kind} events: {name} is no 1-D int64 list column"
+            values, lens = parts
+            if len(lens) != self.rows or lens.min(initial=0) < 0 or lens.sum() != len(values):
+                return f"{self.kind} events: {name} is not divided among {self.rows} events"
         return None if self.kind in _KINDS else f"unknown event kind {self.kind!r}"
 
     def events(self) -> list[TraceEvent]:

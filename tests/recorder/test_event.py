@@ -126,3 +126,18 @@ def test_a_column_that_no_trace_has_is_a_problem_of_several_events_too():
         {"ints": {"slot_start": (np.arange(2, dtype=np.int32), np.ones(2, np.int64))}},
     ):
         assert msgspec.structs.replace(rows, **change).problem() is not None
+
+
+@pytest.mark.parametrize(
+    ("lens", "statuses", "values"),
+    [
+        ([1, 1], ["shared"], 2),
+        ([1, 1, 1], "", 2),
+        ([2, -1], "", 1),
+    ],
+)
+def test_several_events_that_are_not_divided_by_rows_are_refused_and_do_not_end_the_trace(lens, statuses, values):
+    rows = several([1, 1], "")
+    lists = {"slot_start": (np.arange(values), np.array(lens))}
+    rows.ints, rows.scalars = lists, rows.scalars | {"status": statuses}
+    assert "alloc events: " in rows.problem()

@@ -75,7 +75,8 @@ class TokenList:
 
     def token(self, position: int) -> int | None:
         """Return one token, None if there are not so many; from any thread."""
-        return int(self._tokens[position]) if position < self.count else None
+        there = self._tokens  # its owner may put a longer or shorter one in its place meanwhile
+        return int(there[position]) if position < min(self.count, len(there)) else None
 
     def follow(self, prompt: Any, output: Any) -> Int64Array:
         """Return prompt and output as the engine's lists have them now, `[n] int64`; valid until the next call."""
