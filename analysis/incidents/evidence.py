@@ -304,6 +304,8 @@ def misplaced(cluster: Cluster, sign: Sign) -> int:
 
     A key that leaves out what came before leads to other tokens than the request has there.
     """
+    if sign.request_id < 0:  # a walk of the prefix cache, which meets many prompts and no row
+        return 0
     mine = [s for s in cluster.head if (s.request_id, s.group) == (sign.request_id, sign.group) and s.bits & POSITION]
     own = {(s.position, s.expected_token) for s in mine if s.expected_token >= 0}
     theirs = [s for s in mine if s.writer_request_id != s.request_id and not cluster.window(s)]
