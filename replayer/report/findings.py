@@ -49,6 +49,7 @@ FINDING_CAUSES = {
     "other_prefix": "the state is that of another prefix",
     "other_position": "the state is that of the request's own prefix at another position",
     "changed_bytes": "the bytes are not those that were left there",
+    "cleared": "the state is one of zeros, and nobody was seen to fill its slot",
     "stored_wrong": "the storage does not hold what was stored",
     "changed_in_store": "the storage no longer holds what it held after the store",
     "two_to_one": "another slot is being stored in the same place",
