@@ -14,7 +14,8 @@ transformers=$(python -c 'import importlib.metadata as m; print(next(r for r in 
 $pip "$transformers" triton==3.9.0 numpy==2.4.6 orjson psutil pybase64 requests packaging pillow msgspec pyzmq tqdm \
   ipython aiohttp pydantic dill apache-tvm-ffi sentencepiece compressed-tensors gguf openai partial-json-parser einops \
   uvloop uvicorn fastapi setproctitle prometheus_client jsonschema soundfile python-multipart
-if ! python -c 'import importlib.metadata as m; m.version("kvcanary")' 2>/dev/null; then  # not in an environment that is shared
+# Not in an environment that is shared. -P: the checkout's own egg-info, which `make test` leaves, is no installation.
+if ! python -P -c 'import importlib.metadata as m; m.version("kvcanary")' 2>/dev/null; then
   $pip -c "$here/../../../constraints.txt" click crc32c duckdb numba pyarrow rich 2>/dev/null || $pip click crc32c duckdb numba pyarrow rich
   $pip --no-deps -e "$here/../../.."
 fi
