@@ -53,7 +53,9 @@ def pools() -> dict[str, Any]:
 def main() -> int:
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):  # read at the interpreter's start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
+    import numpy as np
     import torch
+    from kvcanary.recorder.capture.kv_tensor import KvTensor
     from kvcanary.recorder.engines.sglang.layout import POOLS, SglangLayout
     from kvcanary.recorder.process.settings import RecordingSettings
 
@@ -80,10 +82,13 @@ def main() -> int:
             for s, stream in enumerate(group.streams):
                 first = getattr(own, POOLS[type(own).__name__][stream.half])[0]
                 first[last] = 3.0
-                rows = layout.sources[number, s].tensor
-                wrong += not (
-                    torch.equal(rows[last], first[last].reshape(-1).view(torch.uint8)) and rows[:last].sum() == 0
-                )
+                source, stored = layout.sources[number, s], first[last].reshape(-1).view(torch.uint8).numpy()
+                if isinstance(source, KvTensor):  # of all layers
+                    of_first = KvTensor(tensor=source.tensors[0], axes=source.axes, first_slot=source.first_slot)
+                    rows = of_first.gather(np.arange(group.num_slots), stored.size)
+                else:
+                    rows = np.asarray(source.tensor).reshape(group.num_slots, -1)
+                wrong += not np.array_equal(rows[last], stored) or bool(rows[:last].any())
             wrong += not group.streams or group.num_slots < int(own.size) + PAGE
             shown = (group.kind, group.num_slots, group.halves, group.num_layers, [s.layer for s in group.streams])
             print(f"{name}: {type(own).__name__} {shown}")
