@@ -41,12 +41,13 @@ and 530 us, then 444 and 505 (V1), 469 and 426, then 474 and 434 (V2): no more t
 torch do on the engine's thread in each step: 7 operations, then 1 (V1), 4, then none (V2); `tests/recorder/test_hook_ops.py`
 counts them.
 
-vLLM 0.32, V2, on an H200, the shape of Llama 3 8B, 32 requests, the three engines of a run in turns, same tokens: on one host
+vLLM 0.32, V2, on an H200, the shape of Llama 3 8B, 32 requests, same tokens; the three engines of a run in turns, each started as
+`tests/conformance/vllm/gpu/overhead.py` starts them, one with an older checkout on its PYTHONPATH; 2026-11-23: on one host
 5.416 ms unrecorded, 5.582 with the code of before (1.031), 5.524 with that of after the first of the changes (1.020), hooks of
 steps and samples 466, then 364 us; on a slower host with all but the last of the changes 5.492, 5.723 (1.042), 5.850 (1.065), hooks 614, then
 447 us, single turns of the three from 5.28 to 6.62. The recorder's thread computes 0.9 to 1.4 ms in a step there, before and
 after: with the engine's 4.3 ms that is more than the step, and both want Python's lock. Of the GPU the recorder's kernels take
-27 us a step, 0.5 %. With SGLang the hooks have not been timed on a GPU since.
+27 us a step by torch's profiler, 0.5 %. With SGLang the hooks have not been timed on a GPU since.
 """
 
 # The adapter's hooks, as the trace names them.

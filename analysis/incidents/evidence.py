@@ -222,9 +222,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return _of_bytes(cluster, seen)
     if sign.kind == "write_to_foreign_slot" and seen.held is Held.JOINED and seen.filled is not Filled.NOBODY:
         return Likely("write", ("shared_page_written", "hit_before_written"))
-    if seen.held is Held.NEVER and (
-        seen.filled is not Filled.LOAD or cluster.complete
-    ):  # a load is for whoever reads it
+    loaded = seen.filled is Filled.LOAD and not cluster.complete  # a load is for whoever reads it
+    if seen.held is Held.NEVER and not loaded:
         if seen.same_place and seen.rewritten and not seen.enough:
             return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
         given = cluster.last(sign, "alloc")

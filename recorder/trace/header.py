@@ -79,8 +79,7 @@ class KvStream:
 
     With a `seed` other than -1 the stream samples 16 bytes of one of `layers` of each slot, in which a token has `bytes_per_token`
     (`kernels.capture.layers.watched_bytes`). The canary's hash leaves it out. `dtype` is what the bytes are, empty if nobody says;
-    of sampled floats every written row is looked at for values that no model writes. `scale` is by what 8-bit values are multiplied, those of
-    the first layer, or of all that are sampled.
+    every row of sampled floats is searched for values that no model writes. `scale` multiplies 8-bit values of the first or all sampled layers.
     """
 
     half: Text

@@ -22,10 +22,8 @@ from .turning import MOST_POSITIONS, Turning, learn_turning
 # Another batch, another order of the sums, and angles that were learnt change a float32 by far less, of the largest value.
 _MARGIN: Final = 2.0**-12
 _OF_TOLERANCE: Final = 1 - 2.0**-10
-_MOST_BYTES: Final = {
-    "cpu": 1 << 30,
-    "cuda": 8 << 30,
-}  # of all tables and angles; what grows is there twice for a moment
+# Of all tables and angles; what grows is there twice for a moment.
+_MOST_BYTES: Final = {"cpu": 1 << 30, "cuda": 8 << 30}
 _OF_FREE: Final = 4  # of a GPU's free memory a quarter: an engine may live there
 _ROUND: Final = 8  # columns, so that rows begin where memory is read
 _PROBED: Final = 4096  # positions among which a rotary embedding is looked at

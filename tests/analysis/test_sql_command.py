@@ -391,11 +391,8 @@ def test_the_prompt_on_a_terminal_keeps_its_history(trace, tmp_path):
 
 
 def test_too_little_address_space_is_one_error_and_no_crash(trace):
-    """DuckDB ends the process where one of its threads cannot begin."""
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31)); "
-        "from kvcanary.cli import kvcanary_main; kvcanary_main()"
-    )
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))"
+    code = f"{limit}; from kvcanary.cli import kvcanary_main; kvcanary_main()"
     words = [sys.executable, "-c", code, "sql", str(trace), "from forwards"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, ""), done

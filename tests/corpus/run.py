@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
 from bugs import BUGS, H200, Bug, link, load  # noqa: E402
@@ -316,9 +315,8 @@ def fit(known: list[tuple[float, bool]]) -> Callable[[float], float]:
             blocks[-1] = [blocks[-1][0], blocks[-1][1] + last[1], blocks[-1][2] + last[2]]
     # One incident each way more than was seen: nothing is sure.
     shares = [(right + 1) / (count + 2) for _, right, count in blocks]
-    return lambda score: next(
-        (s for (low, *_), s in zip(blocks[::-1], shares[::-1], strict=True) if low <= score), shares[0]
-    )
+    highest_first = [*zip(blocks, shares, strict=True)][::-1]
+    return lambda score: next((share for (low, *_), share in highest_first if low <= score), shares[0])
 
 
 def reliability(said: list[tuple[str, float, bool]]) -> list[str]:
@@ -341,9 +339,8 @@ def reliability(said: list[tuple[str, float, bool]]) -> list[str]:
     ]
     for low, found in sorted(bins.items()):
         score, others, right = (sum(one[i] for one in found) / len(found) for i in range(3))
-        lines.append(
-            f"| {low / 10:.1f} to {(low + 1) / 10:.1f} | {score:.2f} | {others:.2f} | {right:.2f} | {len(found)} |"
-        )
+        span = f"{low / 10:.1f} to {(low + 1) / 10:.1f}"
+        lines.append(f"| {span} | {score:.2f} | {others:.2f} | {right:.2f} | {len(found)} |")
     return lines
 
 
@@ -389,15 +386,11 @@ def main() -> int:
 
 def wrong(outcomes: list[Outcome]) -> int:
     """Print what is not found in time, or whose first kind is not right; return how many there are, 1 at most."""
-    bad = [
-        o
-        for o in outcomes
-        if o.bug.recorded and not (o.effective and o.right and (o.bug.late or 0 <= o.found <= o.reads))
-    ]
+    mine = [o for o in outcomes if o.bug.recorded]
+    bad = [o for o in mine if not (o.effective and o.right and (o.bug.late or 0 <= o.found <= o.reads))]
     for o in bad:
-        print(
-            f"{o.bug.trace}: {o.kind or 'nothing'} {o.score:.2f} in forward {o.found} of {o.reads}, {o.bug.kinds}\n    {o.sentence}"
-        )
+        print(f"{o.bug.trace}: {o.kind or 'nothing'} {o.score:.2f} in forward {o.found} of {o.reads}, {o.bug.kinds}")
+        print(f"    {o.sentence}")
     print(f"{len(bad)} of {len(outcomes)} bugs are not found in time, or not by their kind")
     return min(1, len(bad))
 

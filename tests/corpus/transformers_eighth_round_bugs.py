@@ -3,11 +3,23 @@
 from bugs import Fired, bug, replaces
 
 
+def fire_when_they_run_again(requests: set[str], fired: Fired) -> None:
+    """Mark a batch with one of the requests in it that a bug had hit before."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    @replaces(continuous_api.ContinuousBatchProcessor, "prepare_next_batch")
+    def prepare_next_batch(before, processor):
+        old = set(requests)
+        ready = before(processor)
+        if ready and any(f.state.request_id in old for f in processor.inputs_and_outputs.requests_in_batch):
+            fired()
+        return ready
+
+
 @bug("huggingface/transformers#47708", "hybrid", "slot_mapping", "window_read_wrong")
 def ring_filled_from_its_old_start(fired: Fired) -> None:
     """A chunk is longer than a sliding layer's window, and only its last part is kept. That is written from the place where the
     chunk begins in the ring, not from where its kept part does, and lies turned around there."""
-    from transformers.generation.continuous_batching import continuous_api
     from transformers.generation.continuous_batching.cache_allocators import sliding_attention
 
     turned: set[str] = set()
@@ -23,20 +35,14 @@ def ring_filled_from_its_old_start(fired: Fired) -> None:
             turned.add(name)
         return places
 
-    @replaces(continuous_api.ContinuousBatchProcessor, "prepare_next_batch")
-    def prepare_next_batch(before, processor):
-        old = set(turned)
-        ready = before(processor)
-        if ready and any(f.state.request_id in old for f in processor.inputs_and_outputs.requests_in_batch):
-            fired()
-        return ready
+    fire_when_they_run_again(turned, fired)
 
 
 @bug("Integral2u/SharpMind#57", "llama", "position_off", "future_map_overrun", origin="SharpMind")
 def chunk_loses_its_first_token(fired: Fired) -> None:
     """A prompt is split for the batch's budget, and what is left of it is counted from one token too far. That token is never computed,
     and those behind it are fed at places that are one too low."""
-    from transformers.generation.continuous_batching import continuous_api, scheduler
+    from transformers.generation.continuous_batching import scheduler
 
     short: set[str] = set()
 
@@ -47,10 +53,4 @@ def chunk_loses_its_first_token(fired: Fired) -> None:
             state.remaining_prefill_tokens = state.remaining_prefill_tokens[1:]
             short.add(state.request_id)
 
-    @replaces(continuous_api.ContinuousBatchProcessor, "prepare_next_batch")
-    def prepare_next_batch(before, processor):
-        old = set(short)
-        ready = before(processor)
-        if ready and any(f.state.request_id in old for f in processor.inputs_and_outputs.requests_in_batch):
-            fired()
-        return ready
+    fire_when_they_run_again(short, fired)

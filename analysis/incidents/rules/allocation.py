@@ -42,9 +42,8 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
             claim, write = taken
             said = f"{other.place} was given out again in event {claim.event} while {other.reader} had it, and written in event "
             said += f"{write.event}; read in {other.when}"
-            lost = (
-                claim.what == "alloc" and claim.request_id != other.request_id
-            )  # whoever reads it may have given it back, unrecorded
+            # Whoever reads it may have given it back, unrecorded.
+            lost = claim.what == "alloc" and claim.request_id != other.request_id
             score = 0.86 if not lost else POSSIBLE if cluster.facts.frees_of_nobody else REMAINS
             return cluster.diagnosis(score, said, other, claim.event, write.event, cause=claim.event)
     wrong = cluster.violation(CONTENT)

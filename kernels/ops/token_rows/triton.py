@@ -12,9 +12,8 @@ from .reference import ALIGNED, NEAR_LARGEST, Encoding, TokenTable, Turns
 
 _TILE = 1024  # columns that are looked at together
 _VALUES = 4096  # of a program at once
-_NARROW = (
-    256  # columns, up to which a program takes fewer values: of many rows each thread keeps much else in registers
-)
+# Of rows of so few columns a program takes fewer values: of many rows each thread keeps much else in registers.
+_NARROW = 256
 _NARROW_VALUES = 1024
 _PAIRS = 1024
 _MOST_HALF = 256

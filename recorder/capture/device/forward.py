@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ....kernels.capture.frames import AttentionLens, FrameLayout, ModelInput
+
+_NOTHING: Final = np.empty(0, np.int64)
 
 
 class TokenSource(Protocol):
@@ -18,6 +22,18 @@ class TokenSource(Protocol):
 
     def tokens(self, start: int, stop: int) -> Int64Array:
         """Return its tokens from position `start` to before `stop`, fewer if it no longer has so many."""
+
+
+def tokens_of(sources: Sequence[TokenSource], starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return tokens from `starts` to before `stops`, `[n]`, one request's after another, and how many of each, `[n]`."""
+    if (stops == starts + 1).all():  # of most decodes
+        ask: list[Any] = [getattr(source, "token", None) for source in sources]
+        one = [] if None in ask else [token(start) for token, start in zip(ask, starts.tolist(), strict=True)]
+        if one and None not in one:
+            return np.array(one, np.int64), np.ones(len(one), np.int64)
+    asked = zip(sources, starts.tolist(), stops.tolist(), strict=True)
+    found = [source.tokens(start, stop) if start < stop else _NOTHING for source, start, stop in asked]
+    return np.concatenate([_NOTHING, *found]), np.fromiter(map(len, found), np.int64, len(found))
 
 
 class ForwardRequests(Protocol):

@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ..forward_input import CopiedForward
 from ..host_arrays import ragged_index, wrapped
 from ..recorder import Recorder
 from .capture import DeviceCapture
-from .forward import ForwardPart, FrameInFlight, TokenSource
+from .forward import ForwardPart, FrameInFlight, TokenSource, tokens_of
 from .frame_reader import Frame, FrameReader
 
 LOST: Final = "something that happened has been lost"
@@ -60,7 +60,7 @@ class RecordedTruth:
         had = truth_lens[chosen]
         starts, stops = self._counts[where], np.minimum(had, self._table.width)
         starts[starts > had] = 0
-        found, counts = _tokens_of(sources, starts, stops)
+        found, counts = tokens_of(sources, starts, stops)
         fewer = starts + counts < stops  # they no longer have so many
         truth_lens[chosen[fewer]] = (starts + counts)[fewer]
         self._counts[where] = truth_lens[chosen]
@@ -70,18 +70,6 @@ class RecordedTruth:
     def forget(self) -> None:
         """Record everything anew."""
         self._sources.clear()
-
-
-def _tokens_of(sources: Sequence[TokenSource], starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return tokens from `starts` to before `stops`, one request's after another, and how many of each, `[n]`."""
-    if (stops == starts + 1).all():  # of most decodes
-        ask: list[Any] = [getattr(source, "token", None) for source in sources]
-        one = [] if None in ask else [token(start) for token, start in zip(ask, starts.tolist(), strict=True)]
-        if one and None not in one:
-            return np.array(one, np.int64), np.ones(len(one), np.int64)
-    asked = zip(sources, starts.tolist(), stops.tolist(), strict=True)
-    found = [source.tokens(start, stop) if start < stop else _NOTHING for source, start, stop in asked]
-    return np.concatenate([_NOTHING, *found]), np.fromiter(map(len, found), np.int64, len(found))
 
 
 class TableChanges:

@@ -2,9 +2,8 @@
 
 The engine's thread keeps references alone; what they hold is read by the recorder's own thread, if there is one.
 
-A stage of a pipeline runs a micro-batch, and later takes over a result that is made anew from what the last stage sent. It
-takes it over for the very batch that it ran, and before that batch runs again; or, if the batch is speculative, for the
-copy that newer versions make of it as it was launched.
+A stage of a pipeline runs a micro-batch, and later takes over a result that is made anew from what the last stage sent: for the
+very batch that it ran, before that runs again; or, if it is speculative, for the copy that newer versions make as it is launched.
 """
 
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
+from ...capture.device.forward import tokens_of
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import TruthTokens
 from ...capture.privacy import IdentityValue
@@ -260,15 +260,9 @@ class KnownBatch:
 
     def sampled(self, before: bytes, after: bytes) -> tuple[Int64Array, Int64Array]:
         """Return what each request has got from length `before` to `after`, one after another, and how many each."""
-        spans = [np.frombuffer(lens, np.int64).tolist() for lens in (before, after)]
-        parts = [*zip(self._lists(), map(len, self._prompts), *spans, strict=True)]
-        if all(last == first + 1 for _, _, first, last in parts):  # quicker
-            one = [source.token(prompt + first) for source, prompt, first, _ in parts]
-            if None not in one:
-                return np.array(one, np.int64), np.ones(len(one), np.int64)
-        tokens = [source.tokens(prompt + first, prompt + last) for source, prompt, first, last in parts]
-        lens = np.array(list(map(len, tokens)), np.int64)
-        return np.concatenate((np.empty(0, np.int64), *tokens)), lens
+        prompts = np.fromiter(map(len, self._prompts), np.int64, len(self._prompts))
+        starts, stops = (prompts + np.frombuffer(lens, np.int64) for lens in (before, after))
+        return tokens_of(self._lists(), starts, stops)
 
     @cached_property
     def with_logprobs(self) -> list[tuple[int, SglangRequest]]:

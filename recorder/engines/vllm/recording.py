@@ -219,7 +219,7 @@ class VllmRecording:
         found = self.requests.known(cached.req_ids)
         # A load that failed takes back what was sampled on top of it.
         each = zip(itertools.count(), found, counts, strict=False)
-        less = [place for place, known, n in each if known is not None and known.prompt_len + n < known.tokens.count]
+        less = {place for place, known, n in each if known is not None and known.prompt_len + n < known.tokens.count}
         if not (resumed_ids or all_tokens or sent_tokens or less) and not any(all_blocks):  # of most steps
             return
         for place, (name, known) in enumerate(zip(cached.req_ids, found, strict=True)):
