@@ -11,21 +11,23 @@ import pyarrow.compute as pc
 
 from ..recorder.trace.files import shrunk_path
 from ..recorder.trace.header import TraceHeader
+from ..replayer.cli.incident_blocks import count_of
 from .incidents.places import open_parquet
 
-_COUNTS: Final = ("forwards", "requests", "tokens")
+_COUNTS: Final = ("forward", "request", "token")
 _ROWS: Final = 8  # of violations and of findings that are shown
 _TOKEN: Final = re.compile(r"\b(tokens?|instead of|sampled|scheduler has|expected) (\d+)\b")
-_REQUEST: Final = re.compile(r"\b(requests?) (?!request-)([^\s,;:()]+)(?= |,|;|:|\)|'s|$)")
+_REQUEST: Final = re.compile(r"\b(requests?) (?!R\d)([^\s,;:()]+)(?= |,|;|:|\)|'s|$)")
 _PLAIN: Final = frozenset(
     {"and", "is", "was", "did", "hit", "of", "has", "for", "in", "that", "to", "were", "gave", "a", "an", "whose"}
 )
 
 
 class Masked:
-    """Other names for requests and tokens, the same for each wherever it stands."""
+    """Other names for requests and tokens, the same for each wherever it stands; requests of `renamed` traces keep theirs."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, renamed: bool = False) -> None:
+        self._renamed = renamed
         self._names: dict[str, str] = {}
         self._tokens: dict[str, str] = {}
         for name in names:
@@ -35,7 +37,8 @@ class Masked:
 
     def name(self, name: str) -> str:
         """Return what stands for a request's name."""
-        return self._names.setdefault(name, f"request-{len(self._names) + 1}") if name else ""
+        other = name if self._renamed else f"R{len(self._names) + 1}"
+        return self._names.setdefault(name, other) if name else ""
 
     def token(self, token: str) -> str:
         """Return what stands for a token's number."""
@@ -45,7 +48,6 @@ class Masked:
         """Return a text that names nobody, on one line, which no Markdown is in."""
         text = self._known.sub(lambda found: self.name(found[0]), text)
         text = _REQUEST.sub(lambda f: f[0] if f[2] in _PLAIN else f"{f[1]} {self.name(f[2])}", text)
-        text = text.replace("request request-", "request-")
         text = _TOKEN.sub(lambda found: f"{found[1]} {self.token(found[2])}", text)
         return _escaped(text)
 
@@ -73,7 +75,8 @@ def issue_text(
     named = [
         row[column] for rows in tables for row in rows for column in ("request", "writer_request") if row.get(column)
     ]
-    masked = Masked(list(dict.fromkeys([*incident["requests"], *summary.get("requests_hit", []), *named])))
+    names = list(dict.fromkeys([*incident["requests"], *summary.get("requests_hit", []), *named]))
+    masked = Masked(names, renamed=header is not None and header.shrunk is not None)
     engine, model = summary["engine"], summary["model"]
     lines = [
         f"### {_escaped(incident['title'])} (`{incident['kind']}`)",
@@ -88,7 +91,7 @@ def issue_text(
         f"- model: {masked.text(Path(model['name']).name)}, {masked.text(model['dtype'])}",
         f"- ranks: {', '.join(f'{name} {value}' for name, value in summary['ranks'].items() if name.endswith('size'))}",
         *(_settings(header, masked) if header is not None else []),
-        f"- found by kvcanary {version} in {', '.join(f'{summary[name]:,} {name}' for name in _COUNTS)}",
+        f"- found by kvcanary {version} in {', '.join(count_of(summary[f'{name}s'], name) for name in _COUNTS)}",
         "",
         "**Incident**",
         "",
@@ -101,8 +104,8 @@ def issue_text(
         f"- first seen in forward {incident['first_forward']:,} ({incident['mode'] or 'between two forwards'})"
         + (f", by {masked.text(incident['first_request'])}" if incident["first_request"] else ""),
         *_sign(incident, masked),
-        f"- spread: {incident['num_requests']:,} requests, {incident['num_slots']:,} slots, up to forward {incident['last_forward']:,}",
-        f"- rows: {incident['violations']:,} violations, {incident['findings']:,} findings",
+        f"- spread: {count_of(incident['num_requests'], 'request')}, {count_of(incident['num_slots'], 'slot')}, up to forward {incident['last_forward']:,}",
+        f"- rows: {count_of(incident['violations'], 'violation')}, {count_of(incident['findings'], 'finding')}",
         f"- not watched: {masked.text('; '.join(summary['not_watched'])) or 'nothing'}",
         "",
         "**Evidence**",

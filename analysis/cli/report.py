@@ -107,6 +107,8 @@ def _issue(
         trace = found.source.trace
         beside = [shrunk_path(trace), *([shrunk_path(trace.parent)] if found.source.segments else [])]
         small = next((path for path in beside if path.is_file()), None)
+        if small is None and header is not None and header.shrunk is not None:
+            small = trace
     part = None
     if small is not None:
         with TraceReader(small) as reader:

@@ -13,6 +13,7 @@ import click
 from ...recorder.cli.program import terminal_width
 from ...recorder.errors import printable
 from ...recorder.text_tables import folded, text_table
+from ...replayer.cli.incident_blocks import count_of
 from ..errors import AnalysisError
 from . import errors_end, reports_argument, say_error, sources_named, trace_option
 
@@ -114,7 +115,9 @@ def _question(answer: dict[str, Any]) -> dict[str, Any]:
 def _lines(source: Source, found: Triage, asked: dict[int, Asked], show_sql: bool) -> list[str]:
     from ..store.triage import lost_line
 
-    lines = [f"report  {printable(str(source.report))}   {found.violations:,} violations, {found.findings:,} findings"]
+    lines = [
+        f"report  {printable(str(source.report))}   {count_of(found.violations, 'violation')}, {count_of(found.findings, 'finding')}"
+    ]
     lines += _shrunk_line(source)
     if len(asked) > 1:
         for row in found.incidents:

@@ -148,7 +148,7 @@ def _renamed(event: TraceEvent, names: Names, privacy: Privacy) -> TraceEvent:
     if "request_id" in scalars:
         scalars["request_id"] = names.request(int(scalars["request_id"]))
     if scalars.get("name"):
-        scalars["name"] = f"request-{scalars['request_id']}"
+        scalars["name"] = f"R{scalars['request_id']}"
     if scalars.get("peer"):
         scalars["peer"] = names.peers.setdefault(str(scalars["peer"]), f"peer-{len(names.peers) + 1}")
     if "request_ids" in ints:

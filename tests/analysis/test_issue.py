@@ -55,6 +55,16 @@ def test_the_shrunk_trace_beside_it_is_named(report, capsys):
     assert "kvcanary-replay t.shrunk.arrow" in text and "of 183 events that shows it" in text
 
 
+def test_a_shrunk_trace_is_what_its_own_report_asks_to_attach(report, capsys, tmp_path):
+    small = tmp_path / "small.arrow"
+    shrink([report.with_name("t.arrow")], small, seconds=1)
+    (tmp_path / "small.report").mkdir()
+    replay(small, settings=ReplaySettings(), report=tmp_path / "small.report")
+    text = text_of(capsys, "--issue", tmp_path / "small.report")
+    assert "kvcanary-replay small.arrow" in text and "kvcanary shrink " not in text.split("**Reproducer**")[1]
+    assert "equest R" in text and "1 requests" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

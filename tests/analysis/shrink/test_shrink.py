@@ -42,7 +42,7 @@ def test_one_incident_out_of_far_less_and_nothing_of_the_prompts(tmp_path):
     assert {name: whole[name] for name in same} == {name: part[name] for name in same}
     tokens, texts, header = held(small)
     assert not tokens & held(BROKEN)[0]
-    assert texts and all(text.startswith("request-") for text in texts)
+    assert texts and all(text.startswith("R") for text in texts)
     assert header.shrunk.events == result.before.events and header.tokens == "hashed"
     summary = show([small]).summary
     assert "kvcanary shrink" in " ".join(row.words for row in summary.coverage)
