@@ -280,6 +280,10 @@ class Cluster:
         plain = self.complete and 0 <= group < len(self.groups) and self.groups[group].lut < 0 and not self.window(sign)
         return plain and 0 <= sign.position < self.facts.holds(sign.request_id, group, sign.event)
 
+    def reads(self, sign: Sign) -> bool:
+        """Whether a sign is about a position that its forward reads and does not compute."""
+        return 0 <= sign.position < self.facts.prefixes.get((sign.event, sign.request_id), -1)
+
     def wrote(self, sign: Sign) -> tuple[int, int] | None:
         """Return event and slot of the request's own last write of a sign's position before it."""
         return self.facts.wrote_before(sign.request_id, sign.position, sign.event)

@@ -30,6 +30,7 @@ class Held(Enum):
     JOINED = "was joined by it as cached"
     NEVER = "was never given to it"
     GAVE_UP = "was given back by it"
+    FREED = "was given back, nobody says by whom, while it had it"
     EVICTED = "was evicted from the prefix cache since it had it"
     GIVEN_ANEW = "was given to another since it had it"
     TWICE = "was given to it while another had it"
@@ -114,7 +115,7 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
     wrote = own[0] if own is not None and own[1] == sign.slot else sign.event
     for fact in history:
         mine, holds = fact.request_id == sign.request_id, held in _HOLDS
-        if mine and held in (Held.EVICTED, Held.GAVE_UP) and wrote < fact.event and not again:
+        if mine and held in (Held.EVICTED, Held.GAVE_UP, Held.FREED) and wrote < fact.event and not again:
             continue  # given anew while it ran, for another position: what it wrote there before is lost all the same
         if fact.what == "alloc":
             twice = holds and not again if mine and holder == sign.request_id else cluster.complete and holder != -1
@@ -126,8 +127,8 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
             gone = False
         elif fact.what in ("free", "evict"):
             gone, holder = gone or fact.what == "evict", -1
-            if holds and (fact.what == "evict" or mine):
-                held = Held.EVICTED if fact.what == "evict" else Held.GAVE_UP
+            if holds and (fact.what == "evict" or mine or fact.request_id < 0):
+                held = Held.EVICTED if fact.what == "evict" else Held.GAVE_UP if mine else Held.FREED
     return held
 
 
@@ -165,6 +166,7 @@ _ALLOCATION: Final = {
     Held.TWICE: ("page_given_twice", "double_free", "free_too_early"),
     Held.JOINED_GONE: ("stale_prefix_hit", "radix_insert_then_free"),
     Held.GAVE_UP: ("free_too_early", "scheduled_after_retraction", "req_to_token"),
+    Held.FREED: ("free_too_early", "double_free", "page_given_twice", "eviction_of_locked_page"),
     Held.EVICTED: ("eviction_of_locked_page", "stale_prefix_hit"),
     Held.GIVEN_ANEW: ("page_given_twice", "free_too_early", "eviction_of_locked_page"),
 }
@@ -206,15 +208,16 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":
-        if seen.retracted and seen.enough and seen.held is Held.GAVE_UP:
+        if seen.retracted and seen.enough and seen.held in (Held.GAVE_UP, Held.FREED):
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))
         return Likely("allocation", _ALLOCATION[seen.held])
     if "slot_written_twice" in kinds and seen.held is Held.OWN and not content and not seen.off_row:
         return Likely("allocation", ("page_given_twice", "slot_mapping"))
     if seen.fed and not content:
         return Likely("input", _POSITIONS if seen.positions else ())
+    moved = row_moved(cluster, sign)
     looked = cluster.finding("attention_slots")
-    if looked is not None:
+    if looked is not None and not (moved and _anothers(cluster, sign)):
         now = went_elsewhere(cluster, looked) or bool(kinds & {"write_to_foreign_slot", "table_entry_differs"})
         first, second = ("slot_mapping", "attention_table_overwritten")[:: 1 if now else -1]
         return Likely("write" if now else "read", (first, second))
@@ -245,8 +248,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("read", ("window_read_wrong", "attention_seq_len_wrong", "slot_mapping"))
     if seen.filled is Filled.AS_CACHED and seen.rewritten and seen.positions:
         return Likely("table", ("req_to_token", "tokens_truncated_hash_kept"))
-    own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
-    moved = own is not None and change is not None and change.event > own[0]
+    own = cluster.wrote(sign)
     if seen.filled is Filled.AS_CACHED and moved and own is not None and cluster.joined(sign, own[0]):
         # What it had computed was given back for what the cache holds under the same key: its row names what it joined.
         return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
@@ -307,11 +309,28 @@ def misplaced(cluster: Cluster, sign: Sign) -> int:
         return 0
     mine = [s for s in cluster.head if (s.request_id, s.group) == (sign.request_id, sign.group) and s.bits & POSITION]
     own = {(s.position, s.expected_token) for s in mine if s.expected_token >= 0}
-    theirs = [s for s in mine if s.writer_request_id != s.request_id and not cluster.window(s)]
+    theirs = [
+        s for s in mine if not cluster.window(s) and (s.writer_request_id != s.request_id or row_moved(cluster, s))
+    ]
     theirs = [s for s in theirs if (filled := cluster.filled(s)) is None or filled.what == "written"]
     # What stands there from before the slot was given out is nobody's row's doing.
     theirs = [s for s in theirs if (given := cluster.last(s, "alloc")) is None or s.writer_event >= given.event]
     return len({s.position for s in theirs if (s.stored_position, s.stored_token) in own})
+
+
+def row_moved(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a row's entry was overwritten since its request wrote the position, to another slot than it names now."""
+    own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
+    return own is not None and change is not None and change.event > own[0] and own[1] != sign.slot
+
+
+def _anothers(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request reads in its overwritten row what others have at its positions, and was given none of it."""
+    mine = [
+        s for s in cluster.head if s.request_id == sign.request_id and s.bits & CONTENT and not cluster.was_given(s)
+    ]
+    theirs = [s for s in mine if s.writer_request_id not in (-1, s.request_id) and row_moved(cluster, s)]
+    return len({s.position for s in theirs if s.stored_position == s.position}) > 1
 
 
 def over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:
@@ -388,10 +407,8 @@ def left_open(
         held = "no recorded event gave it to the request" if unseen else f"it {seen.held.value}"
         filled = f", and {seen.filled.value}" if seen.filled.value else ""
         said += f"; of slot {seen.sign.slot} is known that {held}{filled}"
-    known = {kind for kind, diagnosis in found if diagnosis.score >= REMAINS}
     scores = [ONLY_LIKELY if best < KNOWN else REMAINS, REMAINS, REMAINS]
     return [
         (kind, cluster.diagnosis(score, said, seen.sign, seen.sign.event))
         for kind, score in zip(likely.kinds, scores, strict=False)
-        if kind not in known
     ]

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,7 +86,10 @@ def rank(cluster: Cluster, without: Collection[str] = ()) -> Ranked:
     likely = branch_of(cluster, seen)
     rules = ((kind, rule.branch, rule.diagnose(cluster)) for kind, rule in RULES.items() if kind not in without)
     found = [(kind, judged_again(kind, branch, of, cluster, likely)) for kind, branch, of in rules if of is not None]
-    found += [one for one in left_open(found, cluster, seen, likely) if one[0] not in without]
+    left = {kind: of for kind, of in left_open(found, cluster, seen, likely) if kind not in without}
+    # What a rule is unsure of and the evidence leaves is as likely as that, and is said in the rule's words.
+    known = [(kind, replace(of, score=max(of.score, left[kind].score)) if kind in left else of) for kind, of in found]
+    found = known + [(kind, of) for kind, of in left.items() if kind not in dict(known)]
     found.sort(key=lambda item: -item[1].score)  # stable: what stands first in the list of rules stays first
     return Ranked(cluster=cluster, kinds=tuple(found), likely=likely)
 

@@ -144,7 +144,7 @@ def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
     (S#28754)
     """
     outside = cluster.finding("slot_out_of_pool")
-    if outside is not None:
+    if outside is not None and not cluster.reads(outside):
         said = f"{outside.place} is none of the pool's: after {outside.when}, of {outside.reader}, {outside.detail}"
         queries = (events_query(outside.evidence or [outside.event]),)
         return cluster.diagnosis(0.9, said, outside, queries=queries, cause=outside.event)
