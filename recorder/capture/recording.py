@@ -125,7 +125,8 @@ class Recording:
         self._privacy = privacy
         # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
         self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
-        self._moment = 0
+        # What is recorded now happened at this reading of `clock`, and has waited since; 0: it happens now.
+        self.moment = 0
         self.header = dataclasses.replace(
             header,
             created_ns=header.created_ns or self._now(),
@@ -237,16 +238,18 @@ class Recording:
         return self._clock_offset_ns + time.perf_counter_ns()
 
     @contextlib.contextmanager
-    def as_of(self, time_ns: int) -> Iterator[None]:
-        """Give what is recorded meanwhile an earlier reading of `clock`: it happened then, and has waited since."""
-        before, self._moment = self._moment, time_ns
-        try:
-            yield
-        finally:
-            self._moment = before
+    def together(self) -> Iterator[None]:
+        """Hand what is recorded meanwhile to the writer at once, at the end; other threads record nothing meanwhile."""
+        with self.lock:
+            self.outbox.hold()
+            try:
+                yield
+            finally:
+                self.outbox.let_go()
+                self._stop_with_writer()
 
     def _now(self) -> int:
-        return self._moment or self.clock()
+        return self.moment or self.clock()
 
     def _hash_tokens(self, tokens: Int64Array) -> Int64Array:
         """Return tokens as the trace may hold them."""

@@ -10,12 +10,13 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ..capture.host_arrays import fewer_runs, runs_to_slots
 from ..capture.kv_shadow import GroupKvShadow
-from ..trace.event import EventRows, TraceEvent, loss_event, num_rows
+from ..trace.event import AnyEvent, EventRows, TraceEvent, loss_event, num_rows
 from ..trace.schema import SLOTS_LISTED
 from .writer import TraceWriter
 
 QUEUE_FULL = "the writer's queue was full, or an event was not fit for the trace"
 MAX_REQUESTS_KEPT = 1024
+HELD_BYTES = 1 << 18  # beyond it there is no use in waiting for more
 BYTES_OF_A_RUN = 24  # in a loss event: its group, start and count
 HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
 
@@ -38,7 +39,18 @@ class Outbox:
     others speak of.
     """
 
-    __slots__ = ("_groups", "_loss_bytes", "_requests", "_unsaid", "dropped", "taken", "writer")
+    __slots__ = (
+        "_groups",
+        "_held",
+        "_held_bytes",
+        "_holds",
+        "_loss_bytes",
+        "_requests",
+        "_unsaid",
+        "dropped",
+        "taken",
+        "writer",
+    )
 
     def __init__(self, writer: TraceWriter, groups: list[GroupKvShadow]) -> None:
         self.writer = writer
@@ -46,12 +58,55 @@ class Outbox:
         self._unsaid = 0
         self._loss_bytes = 0  # of the loss event that the writer refused last
         self._requests: deque[TraceEvent] = deque(maxlen=MAX_REQUESTS_KEPT)
+        # What the writer will get at once: there is room for it, and nothing else to be said before it.
+        self._held: list[AnyEvent] = []
+        self._held_bytes = 0
+        self._holds = False
         self.dropped = 0
         self.taken = 0
 
+    def hold(self) -> None:
+        """Hand nothing to the writer from now on that can wait for `let_go`. Nobody else may append to the writer meanwhile."""
+        self._holds = True
+
+    def let_go(self) -> None:
+        """Hand over what is held."""
+        self._holds = False
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        held, size = self._held, self._held_bytes
+        if held:
+            self._held, self._held_bytes = [], 0
+            if not self.writer.append(*held, checked_bytes=size):  # there was room: it has failed or ended meanwhile
+                rows = num_rows(held)
+                self.taken -= rows
+                self.dropped += rows
+                self._unsaid += rows
+
+    def _keep(self, event: AnyEvent) -> bool:
+        """Hold an event if there is room for it."""
+        if not self._holds or event.problem() is not None:
+            return False
+        size = event.nbytes
+        if self._held_bytes + size > HELD_BYTES:
+            self._hand_over()
+        if not self.writer.has_room(self._held_bytes + size):
+            return False
+        self._held.append(event)
+        self._held_bytes += size
+        self.taken += event.rows
+        return True
+
+    def _owes_loss(self) -> bool:
+        return self._unsaid > 0 or any(group.any_lost for group in self._groups)
+
     def put(self, event: TraceEvent) -> bool:
         """Hand over an event; return whether the trace will hold it. Never waits."""
-        due = self._unsaid > 0 or any(group.any_lost for group in self._groups)
+        due = self._owes_loss()
+        if not due and not self._requests and self._keep(event):
+            return True
+        self._hand_over()
         said = not due or self._put_loss(event.time_ns)
         if said and self._put_requests(event.time_ns) and self.writer.append(event):
             self.taken += 1
@@ -64,12 +119,17 @@ class Outbox:
 
     def put_all(self, events: Sequence[EventRows]) -> None:
         """Hand over events as `put` does, in one go if there is nothing else to be said and room for all."""
-        due = self._unsaid or self._requests or any(group.any_lost for group in self._groups)
-        rows = num_rows(events := [some for some in events if some.rows])
-        if not due and rows > 1 and self.writer.append(*events):
+        left = deque([some for some in events if some.rows])
+        due = self._owes_loss() or self._requests
+        while left and not due and self._keep(left[0]):
+            left.popleft()
+        if left:
+            self._hand_over()
+        rows = num_rows(left)
+        if not due and rows > 1 and self.writer.append(*left):
             self.taken += rows
             return
-        for some in events:
+        for some in left:
             for event in some.events():
                 self.put(event)
 
@@ -91,6 +151,7 @@ class Outbox:
 
     def put_unknown_loss(self, note: str, time_ns: int, status: str = "") -> bool:
         """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
+        self._hand_over()
         event = loss_event(lost_events=-1, note=note, time_ns=time_ns)
         event.scalars["status"] = status
         if not self.writer.append(event):
@@ -142,6 +203,7 @@ class Outbox:
     def close(self, time_ns: int, timeout: float) -> None:
         """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
         until = time.monotonic() + timeout
+        self._hand_over()
         self._put_requests(time_ns)
         if self._unsaid and not self._put_loss(time_ns) and self.writer.flush(timeout):
             self._put_loss(time_ns)  # now there is room; a disk that is stuck leaves a torn file, which says as much

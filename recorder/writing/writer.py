@@ -119,16 +119,17 @@ class TraceWriter:
         """Say whether the queue would take so many bytes more at this moment."""
         return self._queued_bytes + num_bytes <= self.settings.max_queued_bytes
 
-    def append(self, *events: AnyEvent) -> bool:
+    def append(self, *events: AnyEvent, checked_bytes: int = -1) -> bool:
         """Queue an event; return False when it was dropped: the queue is full, or the writer failed or is closed.
 
-        Of several all are queued, or none, and then none counts as dropped: they may be offered one by one.
+        Of several all are queued, or none, and then none counts as dropped: they may be offered one by one. `checked_bytes` are
+        the `nbytes` of events that are known to have no `problem`.
         """
         if self._forked():  # before the lock, which a fork may have copied while it was held
             return False
-        problem, size, rows = None, 0, len(events)
+        problem, size, rows = None, max(checked_bytes, 0), len(events)
         try:
-            for event in events:
+            for event in events if checked_bytes < 0 else ():
                 problem = problem or event.problem()
                 size += 0 if problem else event.nbytes
             rows = num_rows(events)
@@ -141,10 +142,10 @@ class TraceWriter:
                 _log.error("kvcanary: %s: an event was left out: %s (said once)", self.path, problem)
             full = self._queued_bytes + size > self.settings.max_queued_bytes
             if problem is not None or full or self._closing or self._failed is not None:
-                self._dropped += one and getattr(event, "kind", None) != "loss"
+                self._dropped += one and getattr(events[0], "kind", None) != "loss"
                 return False
-            if one and isinstance(event, TraceEvent) and event.kind == "loss":
-                self._reported += max(0, int(event.scalars.get("lost_events", 0)))
+            if one and isinstance(events[0], TraceEvent) and events[0].kind == "loss":
+                self._reported += max(0, int(events[0].scalars.get("lost_events", 0)))
             if self._tail is not None:
                 self._tail.put(self._appended, size, *events)
             was_empty = not self._queue

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from .forward import FrameInFlight
@@ -18,32 +18,41 @@ from .forward import FrameInFlight
 Queued = tuple[Any, ...]
 
 FRAMES_LEFT_WAITING: Final = 2
-BEHIND: Final = 16  # things that have piled up: no waiting for a better moment then
+# Frames that are awaited and recorded at once, as far as they are there within the longest rest: one by one each would have
+# this thread wake up, ask the device and write a file, all with caches that have forgotten it.
+FRAMES_TOGETHER: Final = 8
+ROOM_SHARE: Final = 4  # frames of so large a part of their room are not awaited
+MOST_TOGETHER: Final = 4_096  # things
+BEHIND: Final = 256  # things that have piled up meanwhile: no waiting for a better moment then
 AT_ONCE: Final = -1
 STILL_THERE_S: Final = 0.1
 
 AFTER_LAUNCH_NS: Final = 1_000_000  # by then the engine has launched what follows a forward
 SHORTEST_REST_NS: Final = 2_000_000
-LONGEST_REST_NS: Final = 20_000_000
+LONGEST_REST_NS: Final = 50_000_000
+LONGEST_FOR_ONE_NS: Final = 10_000_000  # frame that is awaited
 IDLE_NS: Final = 50_000_000  # nothing new for so long: what waits is recorded
 
 
 class Background:
     """A queue, whose things the thread has not yet seen, and the thread that empties it.
 
-    Who appends to `queue` wakes the thread if it is `asleep`, as `put` does. The thread calls `begin` first, `record` for each
-    thing, and `on_look` each time it has looked into the queue; `on_death` with what they raised: nothing is recorded after.
+    Who appends to `queue` wakes the thread if it is `asleep`, as `put` does. The thread calls `begin` first, `record` with the
+    things in order, many at once, and `on_look` each time it has looked into the queue; `on_death` with what they raised:
+    nothing is recorded after. `room_words` are all that frames in flight have.
     """
 
     def __init__(
         self,
         *,
         begin: Callable[[], None],
-        record: Callable[[FrameInFlight | Queued], None],
+        record: Callable[[Sequence[FrameInFlight | Queued]], None],
         on_look: Callable[[], None],
         on_death: Callable[[BaseException], None],
+        room_words: int,
     ) -> None:
         self._begin, self._record, self._on_look, self._on_death = begin, record, on_look, on_death
+        self._room_words = room_words
         self.queue: deque[FrameInFlight | Queued | None] = deque()
         self.asleep = False
         self._gate = threading.Lock()  # held, but for the moment in which somebody wakes the thread
@@ -53,6 +62,7 @@ class Background:
         self._frames = 0  # among those waiting
         self._newest_ns = 0  # when the newest frame's capture was launched
         self._step_ns = 0  # between the two newest
+        self._together = 1  # frames that are awaited
         self._received_ns = 0  # when something was last found in the queue
         self._at_once = False
         self._all_queued = False
@@ -97,8 +107,8 @@ class Background:
             self._begin()
             while not self._all_queued or self._waiting:
                 self._receive()
-                while self._waiting and (self._frames > FRAMES_LEFT_WAITING or self._at_once):
-                    self._record_next()
+                while self._is_due():
+                    self._record_waiting()
                 self._at_once = False
                 self._on_look()
                 if not self._all_queued and len(self.queue) < BEHIND:
@@ -123,14 +133,23 @@ class Background:
             if isinstance(item, FrameInFlight):
                 self._frames += 1
                 self._step_ns, self._newest_ns = item.launched_ns - self._newest_ns, item.launched_ns
+                fit = self._room_words // (ROOM_SHARE * max(item.layout.words, 1))
+                self._together = min(max(fit, 1), FRAMES_TOGETHER)
             elif item[0] == AT_ONCE:
                 self._at_once = True
 
-    def _record_next(self) -> None:
-        item = self._waiting.popleft()
-        if isinstance(item, FrameInFlight):
-            self._frames -= 1
-        self._record(item)
+    def _is_due(self) -> bool:
+        return bool(self._waiting) and (self._frames > FRAMES_LEFT_WAITING or self._at_once)
+
+    def _record_waiting(self) -> None:
+        """Record what is due, at most so many things and frames."""
+        items: list[FrameInFlight | Queued] = []
+        end = self._frames - FRAMES_TOGETHER
+        while self._is_due() and self._frames > end and len(items) < MOST_TOGETHER:
+            item = self._waiting.popleft()
+            self._frames -= isinstance(item, FrameInFlight)
+            items.append(item)
+        self._record(items)
 
     def _rest(self) -> None:
         """Wait for a good moment; if nothing waits and nothing comes, until something is queued."""
@@ -141,6 +160,7 @@ class Background:
                 self._gate.acquire()
             self.asleep = False
             return
-        moment = self._newest_ns + max(self._step_ns, SHORTEST_REST_NS) + AFTER_LAUNCH_NS
-        rest = min(max(moment - now, SHORTEST_REST_NS), LONGEST_REST_NS)
+        moment = self._newest_ns + max(self._together * self._step_ns, SHORTEST_REST_NS) + AFTER_LAUNCH_NS
+        longest = min(self._together * LONGEST_FOR_ONE_NS, LONGEST_REST_NS)
+        rest = min(max(moment - now, SHORTEST_REST_NS), longest)
         self._gate.acquire(timeout=rest / 1e9)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -17,11 +18,30 @@ from ..host_arrays import ragged_index, wrapped
 from ..recorder import Recorder
 from .capture import DeviceCapture
 from .forward import ForwardPart, FrameInFlight, TokenSource, tokens_of
-from .frame_reader import Frame, FrameReader
+from .frame_reader import Fetched, Frame, FrameReader
 
 LOST: Final = "something that happened has been lost"
 _NOTHING = np.empty(0, np.int64)
 _NO_CELLS = np.empty((0, 3), np.int64)
+
+
+class _Ahead(NamedTuple):
+    """Requests of several forwards, one behind the other, and the tokens that they have by the last of them."""
+
+    truth: Sequence[TokenSource]
+    rows: bytes
+    chosen: Int64Array  # [n] places of those with tokens
+    sources: list[TokenSource]  # n
+    starts: Int64Array  # [n] first position of the tokens found
+    counts: Int64Array  # [n]
+    found: Int64Array  # [sum(counts)]
+
+    def tokens(self, starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """As `tokens_of` the sources."""
+        skipped, counts = starts - self.starts, np.maximum(stops - starts, 0)
+        if (skipped < 0).any() or (skipped + counts > self.counts).any():
+            return tokens_of(self.sources, starts, stops)
+        return self.found[ragged_index(np.cumsum(self.counts) - self.counts + skipped, counts)], counts
 
 
 class RecordedTruth:
@@ -35,41 +55,60 @@ class RecordedTruth:
         self._table = table
         self._sources: dict[int, weakref.ref[TokenSource]] = {}
         self._counts = np.zeros(0 if table is None else table.rows, np.int64)
+        self._ahead: _Ahead | None = None
 
     def changes(
-        self, rows: Int64Array, truth: Sequence[TokenSource] | None, lens: Sequence[int]
+        self,
+        rows: Int64Array,
+        truth: Sequence[TokenSource] | None,
+        lens: Sequence[int] | Int64Array,
+        *,
+        last_lens: Sequence[int] | Int64Array | None = None,
     ) -> dict[str, Int64Array]:
         """Return a forward's truth columns, its tokens as they are; nothing if the engine does not know them.
 
         `rows` are `[bs]`, `truth` and `lens` at most as many: the requests, and how many tokens each had. One that has fewer
-        by now is recorded with those.
+        by now is recorded with those. `last_lens` are those of a later forward with the same `truth` that will come here, too:
+        tokens up to there are asked for once, and kept until then.
         """
         if truth is None or self._table is None:
             return {}
         truth_lens = np.zeros(rows.size, np.int64)
         truth_lens[: len(lens)] = lens
-        chosen = np.flatnonzero((rows > 0) & (rows < self._table.rows))
-        chosen = chosen[chosen < min(len(lens), len(truth))]
-        where = rows[chosen]
-        sources = [truth[r] for r in chosen.tolist()]
-        for row, source in zip(where.tolist(), sources, strict=True):
-            known = self._sources.get(row)
-            if known is None or known() is not source:
-                self._sources[row] = weakref.ref(source)
-                self._counts[row] = 0
-        had = truth_lens[chosen]
+        ahead = self._ahead
+        if ahead is None or ahead.truth is not truth or ahead.rows != rows.tobytes():
+            ahead = self._look_ahead(rows, truth, lens, lens if last_lens is None else last_lens)
+        self._ahead = None if last_lens is None else ahead
+        chosen = ahead.chosen
+        where, had = rows[chosen], truth_lens[chosen]
         starts, stops = self._counts[where], np.minimum(had, self._table.width)
         starts[starts > had] = 0
-        found, counts = tokens_of(sources, starts, stops)
+        found, counts = ahead.tokens(starts, stops)
         fewer = starts + counts < stops  # they no longer have so many
         truth_lens[chosen[fewer]] = (starts + counts)[fewer]
         self._counts[where] = truth_lens[chosen]
         new = counts > 0
         return truth_columns(truth_lens, RowRuns(where[new], starts[new], counts[new], found))
 
+    def _look_ahead(self, rows: Int64Array, truth: Sequence[TokenSource], lens: Any, last_lens: Any) -> _Ahead:
+        rows_there, width = self._counts.size, 0 if self._table is None else self._table.width
+        chosen = np.flatnonzero((rows > 0) & (rows < rows_there))
+        chosen = chosen[chosen < min(len(lens), len(truth), len(last_lens))]
+        sources = [truth[r] for r in chosen.tolist()]
+        for row, source in zip(rows[chosen].tolist(), sources, strict=True):
+            known = self._sources.get(row)
+            if known is None or known() is not source:
+                self._sources[row] = weakref.ref(source)
+                self._counts[row] = 0
+        starts = self._counts[rows[chosen]]
+        starts[starts > np.asarray(lens, np.int64)[chosen]] = 0
+        found, counts = tokens_of(sources, starts, np.minimum(np.asarray(last_lens, np.int64)[chosen], width))
+        return _Ahead(truth, rows.tobytes(), chosen, sources, starts, counts, found)
+
     def forget(self) -> None:
         """Record everything anew."""
         self._sources.clear()
+        self._ahead = None
 
 
 class TableChanges:
@@ -153,6 +192,7 @@ class FrameDecoder:
         self.loss_recorded = False
         self.before_each: Callable[[CopiedForward], None] = lambda _: None
         self.reader = FrameReader(capture)
+        self.fetched: deque[Fetched] = deque()  # frames that are complete, in order
         self._recorder = recorder
         self._capture = capture
         self._header = recorder.header
@@ -166,10 +206,15 @@ class FrameDecoder:
         """Whether what is recorded now can be compared with what the trace has."""
         return self.follows or self.loss_recorded
 
+    def fetch(self, frames: Sequence[FrameInFlight]) -> int:
+        """Wait until the first of the frames in flight is complete, and fetch it and what else is; return how many."""
+        self.fetched.extend(found := self.reader.fetch(frames))
+        return len(found)
+
     def decode(self, in_flight: FrameInFlight, time_ns: int) -> None:
-        """Put a forward into the trace, once its frame is complete; or count it as lost."""
+        """Put a forward, the first that is `fetched`, into the trace; or count it as lost."""
         try:
-            frame = self.reader.read(in_flight, time_ns)
+            frame = self.reader.read(self.fetched.popleft(), time_ns)
         finally:
             self._capture.release(in_flight)
         for (record, _), values in zip(in_flight.carried, frame.carried, strict=True):
@@ -215,17 +260,20 @@ class FrameDecoder:
             out_cache_loc[table.number] = slots
         forward.out_cache_loc = tuple(out_cache_loc)
         forward.changes = self._changes.columns(in_flight.runner, frame)
-        truth, lens = None, list[int]()
+        truth, lens, last_lens = None, _NOTHING, None
         if requests is not None:
             known = requests.ids[: forward.rows.size]
             forward.request_ids[: known.size] = known
             truth, lens = requests.truth, _truth_lens(in_flight, requests.known_lens)
+            last = next((one for one, *_ in reversed(self.fetched) if one.requests is requests), None)
+            last_lens = None if last is None or in_flight.parts else _truth_lens(last, requests.known_lens)
         written, written_to = iter(frame.written), self._written(in_flight.runner, frame)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in written_to}
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
         for one, content, places in _forwards(forward, gathered, in_flight.parts):
             chosen = truth if truth is None or places is None else [truth[r] for r in places]
-            one.changes |= self._truth.changes(one.rows, chosen, lens if places is None else [lens[r] for r in places])
+            own = lens if places is None else lens[places]
+            one.changes |= self._truth.changes(one.rows, chosen, own, last_lens=last_lens)
             self.before_each(one)
             if not self._recorder.put_captured(one, content):
                 return False
@@ -282,10 +330,7 @@ def _forwards(
         yield one, {g: [rows[tokens] for rows in streams] for g, streams in gathered.items()}, places.tolist()
 
 
-def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> list[int]:
+def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> Int64Array:
     given = in_flight.truth_lens
     lens = np.frombuffer(given, np.int64) if isinstance(given, bytes) else np.array(given, np.int64)
-    if known_lens is not None:
-        lens = known_lens + lens
-    found: list[int] = lens.tolist()
-    return found
+    return lens if known_lens is None else known_lens + lens

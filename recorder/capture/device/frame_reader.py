@@ -1,8 +1,9 @@
 """The background thread's part: a frame is copied to the host and read, section by section."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from ....kernels.capture.frames import (
     KV_CHANGES,
     KV_ENTRY,
     LUT_CHANGES,
-    NUM_COUNTERS,
     TABLE_CHANGES,
     TABLE_ENTRY,
     TABLE_OF_ENTRY,
@@ -27,6 +27,7 @@ from .capture import DeviceCapture
 from .forward import FrameInFlight
 
 ASK_AGAIN_S: Final = 0.001
+MOST_WORDS: Final = 1 << 18  # that are copied at once, of several frames
 _NOTHING: Final = np.empty(0, np.int64)
 
 
@@ -44,6 +45,14 @@ class Frame:
     carried: list[Int64Array]  # what `FrameInFlight.carried` has
 
 
+class Fetched(NamedTuple):
+    """A frame's counters and what every frame has, in arrays of its own."""
+
+    frame: FrameInFlight
+    counters: list[int]
+    fixed: Int64Array
+
+
 class FrameReader:
     """Copies frames to the host by a stream of its own, into pinned memory that is used again; for one thread."""
 
@@ -52,6 +61,7 @@ class FrameReader:
         self._stream: Any = None
         self._pinned: Any = None
         self._counters: Any = None
+        self._here: Any = None  # the same memory as numpy has it
 
     @property
     def pinned_bytes(self) -> int:
@@ -65,15 +75,47 @@ class FrameReader:
 
             torch.cuda.set_device(self._capture.frames.device)
 
-    def read(self, in_flight: FrameInFlight, time_ns: int) -> Frame:
-        """Wait until a frame is complete and return it."""
-        layout, programs = in_flight.layout, in_flight.programs
-        counters, fixed = self._fetch_fixed(in_flight)
-        while self._capture.on_gpu and counters[DONE] < programs:
+    def fetch(self, frames: Sequence[FrameInFlight]) -> list[Fetched]:
+        """Wait until the first of some frames, in order, is complete; return it and those behind it that are complete as well.
+
+        There is one wait for all, since that takes as long as all the rest.
+        """
+        ends = np.cumsum([frame.layout.fixed for frame in frames]).tolist()
+        most = max(sum([end <= MOST_WORDS for end in ends]), 1)
+        frames, ends = frames[:most], ends[:most]
+        rows = [frame.counters for frame in frames]
+        if not self._capture.on_gpu:
+            there, content = self._capture.counters.numpy(), self._capture.frames.numpy()
+            fixed = np.concatenate([content[frame.at : frame.at + frame.layout.fixed] for frame in frames])
+            return self._divided(frames, there[rows].tolist(), fixed, ends)
+        self._prepare(ends[-1])
+        while True:
+            self._counters.copy_(self._capture.counters, non_blocking=True)
+            for frame, end in zip(frames, ends, strict=True):
+                words = frame.layout.fixed
+                there = self._capture.frames[frame.at : frame.at + words]
+                self._pinned[end - words : end].copy_(there, non_blocking=True)
+            self._stream.synchronize()
+            counters = self._counters.numpy()[rows].tolist()
+            ready = [found[DONE] >= frame.programs for frame, found in zip(frames, counters, strict=True)]
+            complete = ready.index(False) if False in ready else most
+            if complete:
+                frames, ends = frames[:complete], ends[:complete]
+                return self._divided(frames, counters, self._here[: ends[-1]].copy(), ends)
             time.sleep(ASK_AGAIN_S)
-            counters, fixed = self._fetch_fixed(in_flight)
+
+    @staticmethod
+    def _divided(
+        frames: Sequence[FrameInFlight], counters: list[list[int]], fixed: Int64Array, ends: list[int]
+    ) -> list[Fetched]:
+        each = zip(frames, counters, ends, strict=False)
+        return [Fetched(frame, found, fixed[end - frame.layout.fixed : end]) for frame, found, end in each]
+
+    def read(self, fetched: Fetched, time_ns: int) -> Frame:
+        """Return a complete frame."""
+        in_flight, counters, fixed = fetched
+        layout = in_flight.layout
         bs, tokens = layout.bs, layout.tokens
-        fixed = fixed.copy()
         requests = fixed[: 3 * bs].reshape(3, bs)
         inputs = fixed[3 * bs : layout.inputs].reshape(2 + layout.tables, tokens)
         lens = fixed[layout.lens_at : layout.carried_at].reshape(2, bs)
@@ -137,16 +179,6 @@ class FrameReader:
         content = self._fetch(in_flight.at + section.at, kept * section.entry).copy() if kept else _NOTHING
         return content.reshape(kept, section.entry), kept == counters[sort]
 
-    def _fetch_fixed(self, in_flight: FrameInFlight) -> tuple[list[int], Int64Array]:
-        """Return the counters and what every frame has, in one wait; valid until the next fetch."""
-        there = self._capture.counters[in_flight.counters]
-        if not self._capture.on_gpu:
-            return there.tolist(), self._fetch(in_flight.at, in_flight.layout.fixed)
-        self._prepare(in_flight.layout.fixed)
-        self._counters.copy_(there, non_blocking=True)
-        fixed = self._fetch(in_flight.at, in_flight.layout.fixed)
-        return self._counters.tolist(), fixed
-
     def _fetch(self, at: int, words: int) -> Int64Array:
         """Return a stretch of the frames, valid until the next call."""
         if not self._capture.on_gpu:
@@ -155,7 +187,7 @@ class FrameReader:
         self._prepare(words)
         self._pinned[:words].copy_(self._capture.frames[at : at + words], non_blocking=True)
         self._stream.synchronize()
-        here: Int64Array = self._pinned[:words].numpy()
+        here: Int64Array = self._here[:words]
         return here
 
     def _prepare(self, words: int) -> None:
@@ -164,10 +196,11 @@ class FrameReader:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=self._capture.frames.device)
             torch.cuda.set_stream(self._stream)  # this thread's: to name it for each copy takes longer than the copy
-            self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, pin_memory=True)
+            self._counters = torch.zeros(self._capture.counters.shape, dtype=torch.int64, pin_memory=True)
         if self._pinned is None or int(self._pinned.shape[0]) < words:
             size = 1 << max(words - 1, 1 << 16).bit_length()
             self._pinned = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+            self._here = self._pinned.numpy()
 
 
 def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
@@ -140,7 +141,11 @@ class DeviceRecorder:
             self._changes: list[SlotsChanged] = []
             _in_this_process.add(self)
             self._background = Background(
-                begin=self._decoder.reader.use_device, record=self._record, on_look=self._check, on_death=self._died
+                begin=self._decoder.reader.use_device,
+                record=self._record,
+                on_look=self._check,
+                on_death=self._died,
+                room_words=int(self._capture.frames.shape[0]),
             )
             self._queue = self._background.queue
             self._capture.deliver = self._background.put
@@ -351,29 +356,48 @@ class DeviceRecorder:
 
     # Our own thread.
 
-    def _record(self, item: FrameInFlight | Queued) -> None:
+    def _record(self, items: Sequence[FrameInFlight | Queued]) -> None:
+        """Record things in order, their frames read and their events written many at once."""
+        frames = [item for item in items if isinstance(item, FrameInFlight)]
+        left = deque(items)
+        while left:
+            with self.recorder.together():
+                while left and self._can_record(left[0]):
+                    self._record_one(left.popleft())
+            if left and isinstance(left[0], FrameInFlight):
+                del frames[: self._decoder.fetch(frames)]
+            elif left:
+                self._record_one(left.popleft())
+
+    def _can_record(self, item: FrameInFlight | Queued) -> bool:
+        """Say whether a thing can be recorded together with others: for some, others wait until all before is written."""
+        return bool(self._decoder.fetched) if isinstance(item, FrameInFlight) else item[0] != AT_ONCE
+
+    def _record_one(self, item: FrameInFlight | Queued) -> None:
         queued_ns = item.launched_ns if isinstance(item, FrameInFlight) else item[0]
         # What happened during a forward was queued after its beginning, but comes before it.
         if queued_ns != AT_ONCE:
             self._latest_ns = max(self._latest_ns, queued_ns + self._clock_ahead_ns)
-        with self.recorder.as_of(self._latest_ns if queued_ns != AT_ONCE else 0):
-            if not isinstance(item, FrameInFlight) and item[1] is _slots_changed:
-                self._changes.append(item[2]._replace(time_ns=self._latest_ns))
-                return
-            self._record_changes()
-            if isinstance(item, FrameInFlight):
-                self._decoder.decode(item, self._latest_ns)
-                return
+        if not isinstance(item, FrameInFlight) and item[1] is _slots_changed:
+            self._changes.append(item[2]._replace(time_ns=self._latest_ns))
+            return
+        self._record_changes()
+        self.recorder.moment = self._latest_ns if queued_ns != AT_ONCE else 0
+        if isinstance(item, FrameInFlight):
+            self._decoder.decode(item, self._latest_ns)
+        else:
             self._decoder.record_due_loss()
             item[1](*item[2:])
+        self.recorder.moment = 0
 
     def _record_changes(self) -> None:
         """Record the changes of slots that wait for others to follow."""
         if self._changes:
             changes, self._changes = self._changes, []
-            with self.recorder.as_of(changes[0].time_ns):
-                self._decoder.record_due_loss()
-                self.recorder.slots_changed(changes)
+            self.recorder.moment = changes[0].time_ns
+            self._decoder.record_due_loss()
+            self.recorder.slots_changed(changes)
+            self.recorder.moment = 0
 
     def _check(self) -> None:
         self._record_changes()
@@ -382,4 +406,5 @@ class DeviceRecorder:
 
     def _died(self, error: BaseException) -> None:
         self._capture.off = True
+        self.recorder.moment = 0
         self.recorder.switch_off(f"the recorder's own thread: {self.error_text(error)}", error)

@@ -81,7 +81,7 @@ def test_a_loss_in_the_middle_of_a_forward(engine):
 
 
 def test_a_thread_that_dies_keeps_nobody_waiting(engine, monkeypatch):
-    monkeypatch.setattr(FrameReader, "read", lambda *_: (_ for _ in ()).throw(MemoryError("no pinned memory")))
+    monkeypatch.setattr(FrameReader, "fetch", lambda *_: (_ for _ in ()).throw(MemoryError("no pinned memory")))
     write(engine, 0, 1)
     assert not engine.device.drain(timeout=600)
     engine.device.sweep(groups=[0], slots=[1], positions=[0], prev_slots=[-1], locked=[0])

@@ -127,8 +127,9 @@ class Engine:
         """Return a list whose one item says whether the device recorder's writer refuses what it gets."""
         refuse = [False]
         writer = self.device.recorder.outbox.writer
-        append = writer.append
-        writer.append = lambda event: False if refuse[0] else append(event)
+        append, has_room = writer.append, writer.has_room
+        writer.append = lambda *events, **more: False if refuse[0] else append(*events, **more)
+        writer.has_room = lambda size: not refuse[0] and has_room(size)
         return refuse
 
     def close(self):
