@@ -10,13 +10,15 @@ import pyarrow as pa
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from .checksum import column_forms
-from .schema import ADDED, FAILED, SCALARS, trace_schema
+from .schema import ADDED, BYTE_LISTS, FAILED, SCALARS, trace_schema
 
 if TYPE_CHECKING:
     import torch
 
 CUT: Final = "cut"
 LIVE: Final = "live"
+_NO_INTS: Final = np.empty(0, np.int64)
+_NO_BYTES: Final = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -35,6 +37,7 @@ class TraceBatch:
     buffer_bytes: Int64Array | None = None  # what each buffer takes in the file
     engine_events: int | None = None
     unread_at: int = -1
+    empty: frozenset[str] = frozenset()  # list columns that are known to have no values: most of them, as a rule
     num_events: int = field(init=False)
     _cache: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -117,6 +120,10 @@ class TraceBatch:
 
     def _list(self, name: str) -> tuple[npt.NDArray[Any], Int64Array]:
         found: tuple[npt.NDArray[Any], Int64Array] | None = self._cache.get(name)
+        if found is None and name in self.empty:
+            offsets = np.zeros(self.num_events + 1, np.int64)
+            offsets.flags.writeable = False
+            found = self._cache[name] = (_NO_BYTES if name in BYTE_LISTS else _NO_INTS, offsets)
         if found is None:
             column = self._column(name)
             offsets = np.zeros(1, np.int64)  # Arrow allows an empty column to come without its single offset

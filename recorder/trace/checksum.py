@@ -5,7 +5,7 @@ contract that `docs/reference/trace-format.md` describes; changing it makes ever
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,14 +53,36 @@ def batch_crc32c(batch: pa.RecordBatch, first_event: int, forms: Sequence[Column
     return _crc(first_event, batch.num_rows, forms, columns)
 
 
-def stored_crc32c(body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm]) -> int:
+class LeftBuffer(NamedTuple):
+    """A buffer of items that a body lacks: its number in the message, and what gives bytes of the body from one to another in parts."""
+
+    number: int
+    read: Callable[[int, int], Iterable[memoryview]]
+
+
+def stored_crc32c(
+    body: memoryview, frame: Frame, first_event: int, forms: Sequence[ColumnForm], left: LeftBuffer | None = None
+) -> int:
     """Return what `batch_crc32c` does, from a message's body that is not compressed: no Arrow object a buffer is made."""
-    columns, buffers, at = [], frame.buffers.tolist(), 0
+    columns: list[tuple[memoryview, Any]] = []
+    buffers, at = frame.buffers.tolist(), 0
     for form in forms:
         (first, first_bytes), (last, last_bytes) = buffers[at + 1], buffers[at + form.num_buffers - 1]
-        columns.append((body[first : first + first_bytes], body[last : last + last_bytes]))
+        items: Any = body[last : last + last_bytes]
         at += form.num_buffers
+        if left is not None and at - 1 == left.number:
+            items = _Left(left.read, last, last_bytes)
+        columns.append((body[first : first + first_bytes], items))
     return _crc(first_event, frame.num_rows, forms, columns)
+
+
+class _Left(NamedTuple):
+    read: Callable[[int, int], Iterable[memoryview]]
+    start: int
+    size: int
+
+    def parts(self, first: int, last: int) -> Iterable[memoryview]:
+        return self.read(self.start + min(first, self.size), self.start + min(last, self.size))
 
 
 def text_crc32c(text: bytes) -> int:
@@ -91,5 +113,7 @@ def _crc(first_event: int, rows: int, forms: Sequence[ColumnForm], columns: Iter
         (first,), (last,) = offset_at(offsets, 0), offset_at(offsets, rows * width)
         crc = crc32c(np.frombuffer(offsets, f"<i{width}") - first if first else offsets, crc)
         if last > first:
-            crc = crc32c(items[first * form.item_bytes : last * form.item_bytes], crc)
+            begin, end = first * form.item_bytes, last * form.item_bytes
+            for part in items.parts(begin, end) if isinstance(items, _Left) else (items[begin:end],):
+                crc = crc32c(part, crc)
     return crc

@@ -1,7 +1,9 @@
 """Bytes to checked schema and checked batches: whatever comes out of here is what the writer put in."""
 
 import os
-from collections.abc import Callable
+import struct
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -12,7 +14,7 @@ import pyarrow.ipc
 from ..errors import UnreadableTraceError, first_line
 from . import schema as keys
 from .batch import TraceBatch
-from .checksum import batch_crc32c, column_forms, stored_crc32c, text_crc32c
+from .checksum import LeftBuffer, batch_crc32c, column_forms, stored_crc32c, text_crc32c
 from .framing import Frame, FramingError, check_buffers, read_frame, read_message
 from .header import TraceHeader
 from .trace_bytes import TornError, TraceBytes
@@ -26,6 +28,8 @@ AHEAD: Final = 2  # batches in flight, each no larger in the file than the next:
 _AHEAD_BYTES: Final = 16 << 20
 _BYTES: Final = "kv_bytes"
 _LEFT_BYTES: Final = 1 << 16  # of a batch: fewer are read with the rest
+# Read at once by a thread that checks them, always in the same place: new memory for each batch would hold up all other threads.
+_PART_BYTES: Final = 4 << 20
 # In Arrow's threads a request for memory that fails would end the process.
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -114,7 +118,7 @@ class BatchDecoder:
     batches are: to read what lies in the file as it is takes less than to hand it to a thread.
 
     With `unchecked` the bytes of KV that forwards wrote stay in the file, where they are many and not compressed; it is given such
-    batches: nobody has looked at their CRC.
+    batches, for `holds`: nobody has looked at their CRC.
     """
 
     def __init__(
@@ -132,10 +136,12 @@ class BatchDecoder:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode ahead") if threads else None
         self._head = schema.serialize().to_pybytes()  # the message before a batch in a stream
         ends = np.cumsum([form.num_buffers for form in self._forms])
-        self._unread = (
-            int(ends[schema.names.index(_BYTES)]) - 1 if unchecked is not None and _BYTES in schema.names else -1
-        )
+        self._last = [
+            (name, int(end) - 1) for name, form, end in zip(self._names, self._forms, ends, strict=True) if form.nested
+        ]
+        self._unread = int(ends[schema.names.index(_BYTES)]) - 1 if _BYTES in schema.names else -1
         self._unchecked = unchecked
+        self._parts = threading.local()
 
     def frame(self, position: int, limit: int) -> Frame | None:
         """Return what `read_frame` does."""
@@ -157,6 +163,27 @@ class BatchDecoder:
                 self._unchecked(frame)
                 return batch
         return self._decode(frame)
+
+    def holds(self, frame: Frame) -> bool:
+        """Say whether the CRC holds of a batch that was given without its bytes of KV; any number of threads may ask."""
+        first, size = frame.buffers[self._unread].tolist()
+        try:
+            _, body = read_message(self._source, frame, but=(first, first + size))
+            check_buffers(body, frame, sum(form.num_buffers for form in self._forms))
+            left = LeftBuffer(self._unread, lambda begin, end: self._in_parts(frame.body_start, begin, end))
+            crc = stored_crc32c(body, frame, _decimal(frame, keys.FIRST_EVENT_KEY), self._forms, left)
+        except (TornError, FramingError, struct.error, *ARROW_ERRORS):
+            return False
+        return crc == _decimal(frame, keys.CRC_KEY)
+
+    def _in_parts(self, body_start: int, begin: int, end: int) -> Iterator[memoryview]:
+        """Yield bytes of a body, each part in the place of the one before."""
+        if not hasattr(self._parts, "place"):
+            self._parts.place = memoryview(bytearray(_PART_BYTES))
+        for at in range(begin, end, _PART_BYTES):
+            part: memoryview = self._parts.place[: end - at]
+            self._source.fill(part, body_start + at)
+            yield part
 
     def _leaves(self, frame: Frame) -> bool:
         """Say whether a batch's bytes of KV are to stay in the file."""
@@ -191,6 +218,7 @@ class BatchDecoder:
             stored_crc32c(body, frame, first_event, forms) if plain else batch_crc32c(batch, first_event, forms)
         ):
             raise DamagedBatchError("fails its CRC")
+        sizes = frame.buffers[:, 1].tolist()
         numbers = batch.column("event").to_numpy(zero_copy_only=True)
         if not np.array_equal(numbers, np.arange(first_event, first_event + num_events)):
             raise DamagedBatchError("has event numbers that do not follow one another")
@@ -201,6 +229,7 @@ class BatchDecoder:
             buffer_bytes=frame.buffers[:, 1].copy(),
             engine_events=_decimal(frame, keys.ENGINE_EVENTS_KEY) if keys.ENGINE_EVENTS_KEY in frame.metadata else None,
             unread_at=frame.body_start + first if left_out else -1,
+            empty=frozenset(name for name, last in self._last if not sizes[last]),
         )
 
     def close(self) -> None:

@@ -56,11 +56,12 @@ class SampledLogprob(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a request was last seen to have at each position, in one group."""
+    """What a request was last seen to have at each position, in one group; `lent` if `data` is that of a `Seen`, not to be written to."""
 
     slots: Int64Array
     events: Int64Array
     data: list[ByteArray]
+    lent: bool = False
 
 
 class RequestWalk(LateBytes):
@@ -215,19 +216,22 @@ class RequestWalk(LateBytes):
         writers, data = pool.last_writers(slots), [kv[slots] for kv in pool.pool.kv]
         if wrote:
             writers[:] = forward.event, forward.forward, forward.request_ids[r]
-        held = self._room(pool, int(positions.max()) + 1)
         new = np.ones(len(slots), np.bool_)
         changed = [np.zeros(len(slots), np.bool_) for _ in data]
-        if not wrote:
-            new = (held.slots[positions] != slots) | (held.events[positions] != writers[:, 0])
-            same = np.flatnonzero(~new)
-            for one, have, now in zip(changed, held.data, data, strict=True):
-                differs = (have[positions[same]] != now[same]).any(axis=1)
-                one[same] = differs & now[same].any(axis=1)  # zeros: nobody knows
-            new = np.logical_or.reduce([new, *changed])
-        held.slots[positions], held.events[positions] = slots, writers[:, 0]
-        for have, now in zip(held.data, data, strict=True):
-            have[positions] = now
+        if pool.index not in self._held and np.array_equal(positions, np.arange(len(slots))):
+            self._held[pool.index] = _Held(slots.copy(), writers[:, 0].copy(), data, lent=True)
+        else:
+            held = self._room(pool, int(positions.max()) + 1)
+            if not wrote:
+                new = (held.slots[positions] != slots) | (held.events[positions] != writers[:, 0])
+                same = np.flatnonzero(~new)
+                for one, have, now in zip(changed, held.data, data, strict=True):
+                    differs = (have[positions[same]] != now[same]).any(axis=1)
+                    one[same] = differs & now[same].any(axis=1)  # zeros: nobody knows
+                new = np.logical_or.reduce([new, *changed])
+            held.slots[positions], held.events[positions] = slots, writers[:, 0]
+            for have, now in zip(held.data, data, strict=True):
+                have[positions] = now
         if new.any():
             records = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slots[new]][:, :2].copy()
             parts = [now if new.all() else now[new] for now in data], [one[new] for one in changed]
@@ -236,8 +240,8 @@ class RequestWalk(LateBytes):
 
     def _room(self, pool: GroupPool, size: int) -> _Held:
         held = self._held.get(pool.index)
-        if held is None or len(held.slots) < size:
-            more = 2 * size
+        if held is None or held.lent or len(held.slots) < size:
+            more = 2 * max(size, 0 if held is None else len(held.slots))
             new = _Held(
                 np.zeros(more, np.int64),
                 np.full(more, -2),

@@ -26,6 +26,7 @@ MANY = [*sorted((DATA / "corpus").glob("*restored*.arrow")), *sorted((DATA / "co
 @pytest.fixture(autouse=True)
 def leave_all(monkeypatch):
     monkeypatch.setattr(decode, "_LEFT_BYTES", 1)
+    monkeypatch.setattr(decode, "_PART_BYTES", 100)  # so that some are read in several parts
 
 
 def plain(path, folder):
