@@ -50,7 +50,7 @@ class _Mirror:
         """Take over the leading bytes of `submitted` `[T, heads, dim]`, for the tokens that go to a slot."""
         wanted = self.content.shape[1] // submitted.element_size()
         head = submitted[: slots.size, 0, :wanted].detach().contiguous()
-        rows = _as_bytes(head).numpy().reshape(slots.size, -1)
+        rows = _as_bytes(head).numpy().reshape(slots.size, self.content.shape[1])
         inside = (slots >= 0) & (slots < self.content.shape[0])
         self.content[slots[inside]] = rows[inside]
 

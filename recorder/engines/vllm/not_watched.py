@@ -22,15 +22,20 @@ def why_no_slots(layout: VllmLayout, scheduler: Any, settings: RecordingSettings
     return why_no_history(scheduler, layout.all_groups)
 
 
-def not_watched(runner: Any, attention: AttentionReader, members: Sequence[Member]) -> list[NotWatched]:
+def not_watched(
+    runner: Any, layout: VllmLayout, attention: AttentionReader, members: Sequence[Member]
+) -> list[NotWatched]:
     """Name what this engine does that no forward of the trace will show."""
     config = runner.vllm_config
     entries = connector_not_watched(config, members, on_gpu=on_gpu(runner))
     speculative = getattr(config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
-    if speculative is not None and "ngram" not in method:
+    if speculative is not None and "ngram" not in method and layout.draft_offset is None:
         reason = "of its forwards only the slots that its first layer writes are recorded"
         entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=reason))
+    elif layout.draft_offset is not None:
+        reason = "this vLLM feeds its draft the request's last token there, which is taken for unknown"
+        entries.append(NotWatched(what="other", name="the draft's last token of a part of a prompt", reason=reason))
     for group, backend in attention.not_read:
         reason = f"the metadata of {backend} are not known"
         entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))

@@ -27,7 +27,7 @@ from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
-from .drafts import DraftWrites
+from .drafts import DraftForwards
 from .layout import VllmLayout, describe_engine
 from .logprobs import StepLogprobs
 from .not_watched import not_watched, why_no_slots
@@ -71,7 +71,7 @@ class VllmRecording:
         if storages:
             layout.keeps_elsewhere(*(storage.num_pages for storage in storages))
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
-        layout.not_watched += not_watched(runner, self.attention, members)
+        layout.not_watched += not_watched(runner, layout, self.attention, members)
         no_history = why_no_slots(layout, scheduler, settings)
         if no_history:
             notes = (*notes, f"allocations and frees of slots are not recorded: {no_history}")
@@ -90,7 +90,7 @@ class VllmRecording:
         self.history: BlockHistory | None = None
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
-        self.drafts = DraftWrites(runner, layout, recorder)
+        self.drafts = DraftForwards(runner, layout, recorder, self.requests)
         self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step = 0
@@ -205,7 +205,7 @@ class VllmRecording:
             return
         blocks = np.array([(copy.src_block_id, copy.dst_block_id) for copy in copies], np.int64)
         # Whose they are is not said; to those groups that do not hold them it is all the same.
-        for group in self.layout.groups:
+        for group in self.layout.all_groups:
             src, dst = blocks[:, 0] * group.block_size, blocks[:, 1] * group.block_size
             count = np.full(src.size, group.block_size, np.int64)
             self.recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")
@@ -280,9 +280,8 @@ class VllmRecording:
         """Record the first forward of the step that the model is about to run, and keep the others for later."""
         running = self._running(step.names)
         self.external.before_model(step, self.output, running)
-        self.drafts.requests = running
-        forwards = forwards_of(step, self.layout.groups, running, self.requests)
-        forwards = self.layout.states.beside(forwards, step)
+        forwards = self.layout.states.beside(forwards_of(step, self.layout.groups, running, self.requests), step)
+        self.drafts.behind(step, running, forwards)
         for known in running:
             known.fresh = False
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]
@@ -345,6 +344,7 @@ class VllmRecording:
     def after_drafts(self) -> None:
         """Hand over what a step has filled once the draft model, which runs behind the target, has filled it too."""
         if self.layout.draft is not None:
+            self.drafts.end_step()
             self._filled()
 
     def _filled(self) -> None:

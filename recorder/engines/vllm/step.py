@@ -99,10 +99,11 @@ class VllmRequests(RequestRows[VllmRequest]):
         super().__init__(num_rows, VllmRequest)
         self.lock = threading.Lock()
 
-    def truth(self, requests: Sequence[VllmRequest]) -> TruthTokens:
-        """Return the tokens of a forward's requests."""
+    def truth(self, requests: Sequence[VllmRequest], most: Int64Array | None = None) -> TruthTokens:
+        """Return the tokens of a forward's requests, of each at most so many of the first ones."""
         with self.lock:
-            return truth_tokens([known.tokens.all() for known in requests])
+            tokens = [known.tokens.all() for known in requests]
+        return truth_tokens(tokens if most is None else [own[:n] for own, n in zip(tokens, most, strict=True)])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from connector_faults import EXPECTED, EXPECTED_UNKNOWN
 
+LATE = {"draft_token": 9}  # what was sampled is known behind the draft's steps: the next round reads it
 LATEST = 3  # forwards after a fault within which it must have been found, its step's own among them
 
 
@@ -118,12 +119,20 @@ def _copies_missed(marks: list[dict], report: Path) -> tuple[list[dict], int]:
 
 def _is_of(row: dict, fault: dict) -> bool:
     """Say whether a violation or a finding is of a fault: right place, right request, right kind, in time."""
-    if not 0 <= row["forward"] - fault["forward"] <= LATEST:
+    if not 0 <= row["forward"] - fault["forward"] <= LATE.get(fault["fault"], LATEST):
         return False
     kind, mine = fault["fault"], row["request"] == fault["request"]
     here = row["group"] == fault.get("group") and 0 <= row["slot"] - fault.get("slot", 0) < fault.get("count", 0)
     if kind == "draft_slot":
         return mine and here and row["kind"] == "write_to_foreign_slot"
+    if kind in ("draft_seq_lens", "draft_slot_mapping", "draft_table"):
+        return mine and row["kind"].startswith("attention")
+    if kind in ("draft_position", "draft_step_position"):
+        return mine and "POSITION" in row["reasons"]
+    if kind == "draft_token":
+        return mine and "TOKEN" in row["reasons"]
+    if kind == "draft_lost_write":
+        return mine and row["kind"] == "write_lost" and row["position"] == fault["position"]
     if kind.startswith("attention"):
         return mine and row["kind"].startswith("attention")
     if kind == "late_layer":

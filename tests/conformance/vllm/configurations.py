@@ -142,13 +142,18 @@ if find_spec("lmcache") is not None:
 OFFLOADING_FAULTS = (
     *("store_wrong", "store_twice", "key_collides", "load_elsewhere", "load_other_block", "load_layout", "load_late"),
 )
+DRAFT_FAULTS = (
+    *("draft_slot", "draft_position", "draft_step_position", "draft_seq_lens", "draft_slot_mapping", "draft_table"),
+    *("draft_token", "draft_lost_write"),
+)
 FILE_FAULTS = ("store_wrong", "key_collides", "load_other_block", "load_layout")
 FAULTS = {
     "llama": (
         *("block_table", "slot_mapping", "token", "position", "kv_byte", "attention_prefix", "attention_table"),
         *("late_layer", "nan_value"),
     ),
-    "llama-eagle": ("draft_slot",),
+    "llama-eagle": DRAFT_FAULTS,
+    "llama-draft-model": DRAFT_FAULTS[1:6],
     "llama-loads": ("block_table", "slot_mapping", "token", "kv_byte"),
     "llama-offloads": OFFLOADING_FAULTS,
     "llama-several": OFFLOADING_FAULTS,

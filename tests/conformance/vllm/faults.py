@@ -9,6 +9,7 @@ import random
 from types import SimpleNamespace
 
 import connector_faults
+from draft_faults import DraftFaults, install_draft_faults
 from layer_faults import LayerFaults, install_value_faults
 
 EVERY = 9  # steps between two faults
@@ -117,29 +118,7 @@ def install_state_faults(injector, runner_class) -> None:
     mamba_utils.collect_mamba_copy_meta = faulty_collect
 
 
-def install_draft_faults(injector, runner_class) -> None:
-    """Have the slots changed that a draft's first layers are given in a step."""
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    propose, mapping = runner_class.propose_draft_token_ids, SpecDecodeBaseProposer._get_slot_mapping
-
-    def faulty_propose(runner, output, *args, **kwargs):
-        injector.before(runner, output, None)
-        try:
-            return propose(runner, output, *args, **kwargs)
-        finally:
-            injector.building = None
-
-    def faulty_mapping(proposer, *args, **kwargs):
-        by_layer = mapping(proposer, *args, **kwargs)
-        building, injector.building = injector.building, None
-        return by_layer if building is None else building(by_layer)
-
-    runner_class.propose_draft_token_ids = faulty_propose
-    SpecDecodeBaseProposer._get_slot_mapping = faulty_mapping
-
-
-class Injector(LayerFaults):
+class Injector(LayerFaults, DraftFaults):
     """Injects one kind of fault every few steps, at a random place of a random request."""
 
     def __init__(self, fault: str, seed: int) -> None:
@@ -324,26 +303,6 @@ class Injector(LayerFaults):
 
         self.building = building
         return {"position": extend}
-
-    def draft_slot(self, runner, fed, row, name, prefix, at, extend):
-        """Let the draft model write its first token of a request into a block of another's cached prefix."""
-        batch = runner.input_batch
-        table = batch.block_table[0]
-        own = {int(block) for block in table.block_table.gpu[row, : table.num_blocks_per_row[row]]}
-        for other in range(batch.num_reqs):
-            block = int(table.block_table.gpu[other, 0])
-            if other != row and batch.num_computed_tokens_cpu[other] >= table.block_size and block not in own:
-                slot = block * table.block_size + self._rng.randrange(table.block_size)
-
-                def building(by_layer, slot=slot):
-                    changed = {name: slots.clone() for name, slots in by_layer.items()}
-                    for slots in changed.values():
-                        slots[at] = slot
-                    return changed
-
-                self.building = building
-                return {"group": 1, "slot": slot, "count": 1}
-        return None
 
     def attention_table(self, runner, fed, row, name, prefix, at, extend):
         """Overwrite the block table in attention's own copy once its first layer is through."""

@@ -54,10 +54,14 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
 - **KV bytes** of the first layer of each group, first KV head. Where a token's bytes lie in a row they are read from the
   pool after the forward (origin `stored`). The CPU's attention packs K: its bytes are taken from what the model hands to the
   cache (origin `submitted`), into a copy of the pool in which a write to a wrong slot shows as it does in the pool.
-- **Speculative decoding.** N-gram drafts are verified as `target_verify`. Of a draft model (EAGLE, MTP, a model of its own)
-  the slots are recorded that its first layer writes, as a runner of its own that shares the history of the target's
-  blocks: a draft that writes a cached prefix or another request's slot is found. Its tokens, its positions, its bytes and
-  what it reads are not looked at.
+- **Speculative decoding.** N-gram drafts are verified as `target_verify`. Of a draft model (EAGLE, EAGLE3, MTP, a model of its
+  own) that the V1 runner runs, each forward is recorded as its model is called, as one of a runner of its own that shares
+  the history of the target's blocks: input tokens, positions, slots, what it reads, lengths and block table of its
+  attention, bytes of its first layer. Where the drafter does not run over a step's tokens (near the longest context), its
+  slots are unknown until it writes them. vLLM 0.32 feeds it a prompt's last token at the end of each part of a prompt, not
+  the next one (found.md): that token is taken for unknown. Of other drafters (the V2 runner's, DFlash and others that draft
+  all tokens at once), and with a KV connector, only the slots are recorded that the draft's first layer writes: one that
+  writes a cached prefix or another request's slot is found, and the header says that no more is looked at.
 - **Warm-up.** A recording begins behind `compile_or_warm_up_model`.
 - **Not recorded, and named in the log and the header**: Mamba and other state on devices, chunked-local and cross attention, groups in
   the host's memory. Not recorded at all: context parallelism. Images: the positions are judged by their placeholder tokens;
@@ -215,6 +219,13 @@ def document(results: list, *, whole: bool, minutes: float) -> str:
         "| attention_prefix | attention is told of a step's own tokens only, and loses a request's cached prefix (vLLM#46460) |",
         "| attention_table | the block table in attention's own copy is overwritten once its first layer is through |",
         "| draft_slot | a draft model's layer writes its K and V into another request's cached prefix (vLLM#42971) |",
+        "| draft_position | a draft's first forward in a step, and those after it, are fed positions one too high |",
+        "| draft_step_position | a drafted token is fed at the position before its own |",
+        "| draft_seq_lens | a draft's attention is told of a token less than the request has |",
+        "| draft_slot_mapping | a drafted token is written to the slot behind its own |",
+        "| draft_table | the drafter is given a block table with another request's block in the prefix |",
+        "| draft_token | the draft is fed another token than the target has sampled (vLLM#9730) |",
+        "| draft_lost_write | the draft's layer stores nothing of a token |",
         "| state_byte | a byte of the recurrent state that a request goes on from is flipped |",
         "| state_block | recurrent layers go on from another request's state, and write theirs there |",
         "| state_copy | the state for a new block is copied from the prompt's first block, not the last |",
