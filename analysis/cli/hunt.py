@@ -201,6 +201,7 @@ def hunt_command(
 
 def _show(result: HuntResult, command: tuple[str, ...], engine: str) -> None:
     from ..hunt.coverage import PATHS
+    from ..hunt.hunt import INTERRUPTED
 
     asked = ", ".join(f"{count:,} {what}" for what, count in sorted(result.requests.items()))
     say(
@@ -216,7 +217,7 @@ def _show(result: HuntResult, command: tuple[str, ...], engine: str) -> None:
     if result.exit_code == 125:
         say("verdict   INCONCLUSIVE")
     if result.exit_code == 0:
-        say("verdict   nothing found")
+        say(f"verdict   nothing found{' before that' if INTERRUPTED in result.doubts else ''}")
     if result.exit_code != 1:
         return
     row: dict[str, Any] = result.incident or {"title": "damage without an incident", "kind": "unknown", "sentence": ""}

@@ -18,6 +18,7 @@ from .workload import Limits, Step, make_round, shape
 _TRIES: Final = 3  # rounds that aim at a path before it is taken for one that this engine does not have
 _LONGEST: Final = 256
 _EXIT_CODES: Final = {"corrupt": 1, "inconclusive": 125, "clean": 0}
+INTERRUPTED: Final = "interrupted"
 SHRUNK_TRACE: Final = "small.arrow"
 
 
@@ -94,7 +95,7 @@ class Hunt:
                 try:
                     until = self._use(run, seconds, until)
                 except KeyboardInterrupt:
-                    self._doubts["interrupted"] = None
+                    self._doubts[INTERRUPTED] = None
                     until = 0.0
                 self.state = "ending the engine, and judging the rest"
                 self._told(self)
@@ -178,7 +179,7 @@ class Hunt:
             self._doubts[f"refused: {run.refusal}"] = None
         if self._forwards and not self.coverage.has_history:
             self._doubts["no history of slots was recorded, without which evictions and aborts are not seen"] = None
-        if not self._forwards:
+        if not self._forwards and INTERRUPTED not in self._doubts:
             self._doubts.update(dict.fromkeys(run.why_nothing))
 
     def _result(self, found: RecordedRun | None, folder: Path, seconds: float) -> HuntResult:

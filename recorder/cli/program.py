@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import os
+import re
+import resource
 import signal
 import sys
 import time
@@ -182,7 +184,9 @@ def _report_error(program: str, error: Exception) -> int:
     if isinstance(error, RuntimeError) and str(error) == QUERY_INTERRUPTED:
         return _interrupted()
     said = unforeseen(error)
-    if isinstance(error, OSError):
+    if short := _too_little_to_load(error):
+        said, error = short, MemoryError()
+    elif isinstance(error, OSError):
         _drop_output()
         said = f"{error.filename}: {error.strerror or error}" if error.filename else f"{error.strerror or error}"
     elif isinstance(error, MemoryError):
@@ -195,6 +199,17 @@ def _report_error(program: str, error: Exception) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _say("the disk is full; make room, then run the same command again")
     return EXIT_FAILED
+
+
+def _too_little_to_load(error: Exception) -> str:
+    """Say so if a library cannot be loaded where the address space is limited, which loaders name in their own words or not at all."""
+    loads = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if not loads or "shared object" not in str(error) or most == resource.RLIM_INFINITY:
+        return ""
+    library = re.search(r"[\w.+-]+\.so[\w.]*", str(error))
+    what = library[0] if library else "a library"
+    return f"there is no room to load {what}: the address space is limited to {most >> 20:,} MiB; lift that with ulimit -v unlimited"
 
 
 def unforeseen(error: Exception) -> str:

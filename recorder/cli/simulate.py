@@ -133,7 +133,14 @@ def simulate_command(  # one parameter an option
             runs = SimulatedEngine(config, workload, output, **recording)
             engines = [runs]
         with runs:
-            seconds = _run(runs, engines, quiet=as_json)
+            try:
+                seconds = _run(runs, engines, quiet=as_json)
+            except KeyboardInterrupt:
+                for engine in engines:
+                    engine.recorder.mark(f"interrupted: {engine.counters.finished:,} requests were finished")
+                    say = f"{engine.recorder.path}: ends where it was interrupted; {engine.counters.finished:,} requests were finished"
+                    click.echo(printable(say), err=True)
+                raise
     except (ValueError, WorkloadError, TraceError) as error:
         fail(str(error))
     except OSError as error:

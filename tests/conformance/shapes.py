@@ -41,11 +41,15 @@ CHECKPOINTS = {
 
 def make_checkpoint(name: str, folder: Path, dtype: str = "float32", **more: Any) -> Path:
     """Write a checkpoint of a shape with random weights, and return its folder."""
+    kind, options = CHECKPOINTS[name]
+    return write_checkpoint(kind, {**options, **more}, folder, dtype)
+
+
+def write_checkpoint(kind: str, options: dict[str, Any], folder: Path, dtype: str) -> Path:
+    """Write a checkpoint of a class of configurations with random weights, and return its folder."""
     import torch
     import transformers
 
-    kind, options = CHECKPOINTS[name]
-    options = {**options, **more}
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**options, dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-import transformers
 from kvcanary.kernels.ops.token_rows.reference import FILLED, FITS, Encoding
 from kvcanary.recorder.errors import TraceError
 from kvcanary.recorder.trace.header import Ranks
 from kvcanary.replayer.model import token_tables
 from kvcanary.replayer.model.first_layer import FirstLayer, of_rank
 from kvcanary.replayer.model.token_tables import TokenTables
+
+from ..conformance.shapes import write_checkpoint
 
 SHAPE = {
     "vocab_size": 320,
@@ -43,15 +44,7 @@ TURN = set(MODELS) - {"mla"}
 
 def made(name, dtype, folder):
     kind, options = MODELS[name]
-    torch.manual_seed(1)
-    config = getattr(transformers, kind)(**{**SHAPE, **options}, dtype=dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases begin as ones and zeros
-            if parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return FirstLayer(folder, dtype)
+    return FirstLayer(write_checkpoint(kind, {**SHAPE, **options}, folder, dtype), dtype)
 
 
 def as_bytes(values, dtype):

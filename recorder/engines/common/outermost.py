@@ -16,9 +16,22 @@ class OutermostCalls:
     """
 
     def __init__(self, on_fault: OnFault, live: Callable[[], object], cost: StepCost | None = None) -> None:
-        self.depth = 0  # calls under way
+        self._depth = 0  # calls under way
         self._on_fault, self._live = on_fault, live
         self._spent: Callable[[int], object] = abs if cost is None else cost.spent
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a call is under way."""
+        return self._depth > 0
+
+    def begin(self) -> None:
+        """Count a call that somebody else stands around."""
+        self._depth += 1
+
+    def end(self) -> None:
+        """Count the end of such a call."""
+        self._depth -= 1
 
     def wrap(self, owner: Any, name: str, after: Callable[[Any], object] | None) -> bool:
         """Have `after(result)` called behind a method that is no other's part, unless its result is None; for no `after`, count it.
@@ -31,7 +44,7 @@ class OutermostCalls:
 
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
+            self._depth += 1
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
@@ -39,8 +52,8 @@ class OutermostCalls:
                     self._guarded(name, lost_by, error)
                 raise
             finally:
-                self.depth -= 1
-            if after is not None and not self.depth and result is not None and self._live():
+                self._depth -= 1
+            if after is not None and not self._depth and result is not None and self._live():
                 begin = perf_counter_ns()
                 self._guarded(name, after, result)
                 self._spent((perf_counter_ns() - begin) * PLACES + OTHERS)

@@ -70,16 +70,16 @@ class GroupHistory:
     @property
     def _inside(self) -> bool:
         """Whether a call of the allocator's is part of another."""
-        return self._calls is not None and self._calls.depth > 0
+        return self._calls is not None and self._calls.under_way
 
     def _count_call(self) -> Finish:
         calls = self._calls
         if calls is not None:
-            calls.depth += 1
+            calls.begin()
 
         def leave(_: Any, __: BaseException | None) -> None:
             if calls is not None:
-                calls.depth -= 1
+                calls.end()
 
         return leave
 
