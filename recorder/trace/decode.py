@@ -29,7 +29,7 @@ _AHEAD_BYTES: Final = 16 << 20
 _BYTES: Final = "kv_bytes"
 _LEFT_BYTES: Final = 1 << 16  # of a batch: fewer are read with the rest
 # Read at once by a thread that checks them, always in the same place: new memory for each batch would hold up all other threads.
-_PART_BYTES: Final = 4 << 20
+_PART_BYTES: Final = 8 << 20
 # In Arrow's threads a request for memory that fails would end the process.
 _THIS_THREAD: Final = pa.ipc.IpcReadOptions(use_threads=False)
 

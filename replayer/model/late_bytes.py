@@ -55,6 +55,8 @@ class LateBytes(RecordedState):
     def fetch(self, pool: GroupPool, slots: Int64Array) -> None:
         """Read the bytes of a group's slots that are still in a file."""
         starts, files = self._starts[pool.index], self._files[pool.index]
+        if not len(slots):
+            return
         for number, kv in enumerate(pool.pool.kv):
             late = np.unique(slots[starts[number, slots] >= 0])
             if not len(late):
@@ -73,28 +75,31 @@ class LateBytes(RecordedState):
         view = self._view
         assert view is not None
         late, first = view.batch.unread_at >= 0, 0
+        written: dict[int, tuple[Int64Array, Int64Array]] = {}
         for step in steps:
-            slots = step.slots
-            inside = np.flatnonzero((slots >= 0) & (slots < step.pool.num_slots))
-            self._starts[step.pool.index][:, slots[inside]] = -1
+            tokens = np.flatnonzero((step.slots >= 0) & (step.slots < step.pool.num_slots))
+            slots = step.slots[tokens]
+            written[step.pool.index] = tokens, slots
+            if late:
+                self._files[step.pool.index][slots] = len(self._readers) - 1
+            else:
+                self._starts[step.pool.index][:, slots] = -1
         if not late:
             super()._store_bytes(steps, forward)
             return
         begin = view.batch.unread_at + int(view.batch.offsets("kv_bytes")[view.index])
-        by_group, seen = {step.pool.index: step for step in steps}, dict.fromkeys(range(len(self.pools)), 0)
+        seen, total = dict.fromkeys(written, 0), len(forward.input_ids)
         for group, stream in self.header.streams(forward.runner):
-            width, step = stream.capture_bytes, by_group[group]
             number, seen[group] = seen[group], seen[group] + 1
-            tokens = np.flatnonzero((step.slots >= 0) & (step.slots < step.pool.num_slots))
-            slots = step.slots[tokens]
-            self._starts[group][number, slots] = begin + first + tokens * width
-            self._files[group][slots] = len(self._readers) - 1
-            first += width * len(step.slots)
+            tokens, slots = written[group]
+            self._starts[group][number, slots] = tokens * stream.capture_bytes + (begin + first)
+            first += stream.capture_bytes * total
         for group, slots in self._changing.items():
             self.fetch(self.pools[group], slots)
 
     def _plan(self, pool: GroupPool, forward: Forward, changes: KvChanges) -> WriteStep:
-        self._changing[pool.index] = np.unique(changes.slots_of(pool.index))
+        slots = changes.slots_of(pool.index)
+        self._changing[pool.index] = np.unique(slots) if len(slots) else slots
         self.fetch(pool, self._changing[pool.index])
         return super()._plan(pool, forward, changes)
 

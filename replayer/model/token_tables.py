@@ -47,9 +47,12 @@ class TokenTables:
             )  # MLA's rotary part lies behind the latent
             if half not in layer.why_not and columns is not None:
                 self._columns[half] = columns
+        if self.turning is not None:
+            for half in layer.moves & set(self._columns):
+                self.turning.keep(len(self._columns[half][1]))
         row_bytes = sum(6 * (len(columns[0]) + 1) for columns in self._columns.values())
         # An angle has two float32 and two int16.
-        angles = 12 * self.turning.pairs.dim * min(MOST_POSITIONS, layer.max_positions) if self.turning else 0
+        angles = 12 * self.turning.cosines.shape[1] * min(MOST_POSITIONS, layer.max_positions) if self.turning else 0
         self._most = min(layer.vocab_size, max(0, _room(layer.device) - angles) // max(1, row_bytes))
         self._row_of = np.full(layer.vocab_size, -1, np.int32)
         self._size = 0

@@ -43,9 +43,9 @@ class Pairs(NamedTuple):
 
 class Turning:
     """The angles of the positions that were asked for, a row each, as `kernels.ops.token_rows` takes them: `cosines` and `sines` `[rows,
-    dim] float32` on the device, NaN where the model does something else.
+    columns] float32` on the device, NaN where the model does something else: of all of a head's values, or those to `keep`.
 
-    If it `rounds`, by `low`, the same model in bfloat16, `low_cosines` and `low_sines` `[rows, dim] int16` are the angles with which that
+    If it `rounds`, by `low`, the same model in bfloat16, `low_cosines` and `low_sines` `[rows, columns] int16` are the angles with which that
     computes, as bits, NaN where it rounds otherwise than each product and their sum.
     """
 
@@ -62,6 +62,12 @@ class Turning:
         self._low_at_zero: Any = None if low is None else low(probes, np.zeros_like(probes))
         self._row_of = np.full(MOST_POSITIONS, -1, np.int32)
         self._size = 0
+
+    def keep(self, columns: int) -> None:
+        """Hold angles of a head's first `columns` values alone, so that those of a position are read at once; for before any is learnt."""
+        self.cosines, self.sines, self.low_cosines, self.low_sines = (
+            one[:, :columns].clone() for one in (self.cosines, self.sines, self.low_cosines, self.low_sines)
+        )
 
     def learn(self, positions: Int64Array) -> Int64Array:
         """Return the rows of positions below `MOST_POSITIONS`, `[n]`, and learn those that are new."""
@@ -88,11 +94,13 @@ class Turning:
         cosines[:, first] = cosines[:, second] = angle.real.float()
         sines[:, first], sines[:, second] = -angle.imag.float(), angle.imag.float()
         where = slice(self._size, self._size + len(new))
-        self.cosines[where], self.sines[where] = cosines, sines
+        columns = self.cosines.shape[1]
+        self.cosines[where], self.sines[where] = cosines[:, :columns], sines[:, :columns]
         if self._low is not None:
             low = self._low(np.tile(self._probes, len(new)), np.repeat(new, count))
             low = low.reshape(len(new), count, *low.shape[1:])
-            self.low_cosines[where], self.low_sines[where] = self._rounded_angles(low, cosines, sines)
+            rounded = self._rounded_angles(low, cosines, sines)
+            self.low_cosines[where], self.low_sines[where] = (one[:, :columns] for one in rounded)
         self._row_of[new] = np.arange(self._size, self._size + len(new))
         self._size += len(new)
 
@@ -122,10 +130,11 @@ class Turning:
         if size <= have:
             return
         more = min(MOST_POSITIONS, max(256, 2 * have, size))
-        cosines, sines = (one.new_full((more, self.pairs.dim), float("nan")) for one in (self.cosines, self.sines))
+        shape = more, self.cosines.shape[1]
+        cosines, sines = (one.new_full(shape, float("nan")) for one in (self.cosines, self.sines))
         cosines[:have], sines[:have] = self.cosines, self.sines
         self.cosines, self.sines = cosines, sines
-        low = [one.new_full((more, self.pairs.dim), _NAN_BITS) for one in (self.low_cosines, self.low_sines)]
+        low = [one.new_full(shape, _NAN_BITS) for one in (self.low_cosines, self.low_sines)]
         low[0][:have], low[1][:have] = self.low_cosines, self.low_sines
         self.low_cosines, self.low_sines = low
 

@@ -20,7 +20,7 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceReader
 
 Item = TypeVar("Item")
-_CHECKERS: Final = max(1, min(8, (os.cpu_count() or 1) - 1))  # one is for what is done meanwhile
+_CHECKERS: Final = max(1, min(6, (os.cpu_count() or 1) - 1))  # one is for what is done meanwhile
 _MOST_OPEN: Final = 16  # files of which bytes are left
 
 
