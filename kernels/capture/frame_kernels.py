@@ -12,6 +12,7 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 
+from ..ops.state_hash.triton import slot_hash
 from .frame_parts import (
     ATTENTION_AT,
     ATTENTION_CAPACITY,
@@ -22,7 +23,10 @@ from .frame_parts import (
     LENS_AT,
     NEXT_COUNTERS_ROW,
     NUM_COUNTERS,
+    POOL_WORDS,
     PROGRAMS,
+    STATE_VALUES,
+    STATES_AT,
     WATCH,
     compare_kv,
     compare_table,
@@ -217,6 +221,33 @@ def attention_kernel(
                 _compare_attention(
                     group, request, split, splits, kv_indptr, kv_indices, num_indices, kv_len, ticket, bs, TILE
                 )
+        _count_as_done(ticket, counters_of(ticket))
+
+
+@_kernel(4)
+def state_kernel(ticket, first, second, numbers, AFTER: tl.constexpr, TILE: tl.constexpr):
+    """Put the slots of recurrent state that a pool's layers get into the frame, and the hash of each, or with `AFTER` the
+    hashes alone, of the same slots; behind `begin_kernel`. Of padding, and of a request that begins, nothing is read before.
+    """
+    if tl.load(ticket) != 0:
+        pool, bs, num_first, num_second, first_stride, second_stride = numbers
+        frame = frame_of(ticket)
+        of_pool = descriptor_of(ticket) + STATES_AT + pool * POOL_WORDS
+        out = frame + tl.load(ticket + LENS_AT) + 2 * bs + pool * STATE_VALUES * bs
+        for request in range(tl.program_id(0).to(tl.int64), bs, tl.num_programs(0).to(tl.int64)):
+            is_request = tl.load(frame + request) > 0
+            if AFTER:
+                slot = tl.load(out + request)
+                tl.store(out + 2 * bs + request, slot_hash(of_pool, tl.where(is_request, slot, -1), TILE))
+            else:
+                behind = request - num_first
+                in_second = (behind >= 0) & (behind < num_second)
+                slot = tl.load(first + request * first_stride, mask=behind < 0, other=-1).to(tl.int64)
+                other = tl.load(second + behind * second_stride, mask=in_second, other=-1).to(tl.int64)
+                slot = tl.where(in_second, other, slot)
+                read = is_request & (tl.load(frame + bs + request) > 0)
+                tl.store(out + request, slot)
+                tl.store(out + bs + request, slot_hash(of_pool, tl.where(read, slot, -1), TILE))
         _count_as_done(ticket, counters_of(ticket))
 
 

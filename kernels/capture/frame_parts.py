@@ -7,6 +7,7 @@ forward from a ticket (`frame_kernels`), so that a launch passes little.
 import triton
 import triton.language as tl
 
+from ..ops.state_hash.reference import POOL_WORDS as _POOL_WORDS
 from . import frames
 
 # Words of a ticket. The first is the forward's stamp, 0 if nothing is to be captured.
@@ -36,6 +37,9 @@ _STREAMS_AT = tl.constexpr(frames.STREAMS_AT)
 _STREAM_WORDS = tl.constexpr(frames.STREAM_WORDS)
 TABLES_AT = tl.constexpr(frames.TABLES_AT)
 TABLE_WORDS = tl.constexpr(frames.TABLE_WORDS)
+STATES_AT = tl.constexpr(frames.STATES_AT)
+POOL_WORDS = tl.constexpr(_POOL_WORDS)
+STATE_VALUES = tl.constexpr(frames.STATE_VALUES)
 _TABLE_OF_ENTRY = tl.constexpr(frames.TABLE_OF_ENTRY)
 _UNCHANGED = tl.constexpr(frames.UNCHANGED)
 NUM_COUNTERS = tl.constexpr(frames.NUM_COUNTERS)

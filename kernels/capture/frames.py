@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from ..ops.state_hash.reference import POOL_WORDS, pool_words
+
 MAX_TABLES: Final = 4
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 8
+MAX_STATES: Final = 4
 MAX_CARRIED: Final = 2  # tensors beside a frame's forward: what a full and a sliding-window pool give out
 
 # Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended; how
@@ -33,6 +36,10 @@ LUT_ENTRY: Final = 3  # table, full slot, sliding-window slot
 KV_ENTRY: Final = 2  # stream of the runner, slot; its bytes follow
 ATTENTION_ENTRY: Final = 4  # group of the runner, request, position, slot that attention got
 
+# What a frame holds of each request in each state pool: its slot, and the hash of that before the forward and after it.
+STATE_SLOT, STATE_BEFORE, STATE_AFTER = range(3)
+STATE_VALUES: Final = 3
+
 # A runner's descriptor: words of the head (how many of each part), each group, full-to-SWA table, stream, block table.
 GROUPS_AT: Final = 16
 GROUP_WORDS: Final = 8
@@ -42,7 +49,8 @@ STREAMS_AT: Final = LUTS_AT + MAX_LUTS * LUT_WORDS
 STREAM_WORDS: Final = 10
 TABLES_AT: Final = STREAMS_AT + MAX_STREAMS * STREAM_WORDS
 TABLE_WORDS: Final = 12
-DESCRIPTOR_WORDS: Final = TABLES_AT + MAX_TABLES * TABLE_WORDS
+STATES_AT: Final = TABLES_AT + MAX_TABLES * TABLE_WORDS
+DESCRIPTOR_WORDS: Final = STATES_AT + MAX_STATES * POOL_WORDS
 
 
 class EngineTable(NamedTuple):
@@ -99,6 +107,14 @@ class StreamOnDevice(NamedTuple):
         return int(self.shadow.shape[1])
 
 
+class StatesOnDevice(NamedTuple):
+    """A pool of recurrent state."""
+
+    number: int  # the header's
+    parts: Sequence[Any]  # [num_slots, bytes that are hashed] uint8 each, rows of any stride
+    num_slots: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOnDevice:
     """A model runner's tables, pools and shadows.
@@ -111,6 +127,7 @@ class RunnerOnDevice:
     groups: Sequence[GroupOnDevice]
     luts: Sequence[LutOnDevice]
     streams: Sequence[StreamOnDevice]
+    states: Sequence[StatesOnDevice] = ()
 
     def __post_init__(self) -> None:
         """Check what the kernels take for granted."""
@@ -119,6 +136,7 @@ class RunnerOnDevice:
             ("pool groups", self.groups, MAX_GROUPS),
             ("full-to-SWA tables", self.luts, MAX_LUTS),
             ("streams", self.streams, MAX_STREAMS),
+            ("state pools", self.states, MAX_STATES),
         ):
             if len(parts) > most:
                 raise ValueError(f"a runner with {len(parts)} {name}, expected at most {most}")
@@ -157,8 +175,10 @@ class RunnerOnDevice:
             words[at : at + 7] = (*there, stream.words, stream.shadow.data_ptr(), stream.group, before)
             words[at + 7 : at + 9] = (stream.page_size, stream.bytes_per_token // 8)
             before += stream.words
-        for number, at in zip(range(len(self.tables)), range(TABLES_AT, DESCRIPTOR_WORDS, TABLE_WORDS), strict=False):
+        for number, at in zip(range(len(self.tables)), range(TABLES_AT, STATES_AT, TABLE_WORDS), strict=False):
             words[at : at + 11] = self._table_words(number)
+        for at, pool in zip(range(STATES_AT, DESCRIPTOR_WORDS, POOL_WORDS), self.states, strict=False):
+            words[at : at + POOL_WORDS] = pool_words(pool.parts, pool.num_slots)
         return words
 
     def _table_words(self, number: int) -> tuple[int, ...]:
@@ -187,8 +207,9 @@ class FrameLayout:
     """The sections of one frame of `bs` requests, in words; made once for forwards of a size, since an engine's thread reads it.
 
     `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions and, of each of the runner's `tables`,
-    out_cache_loc `[tokens]`; each stream's written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each:
-    what else the frame carries, at most `carried` words from `carried_at` on: `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
+    out_cache_loc `[tokens]`; each stream's written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each;
+    of each of `states` pools of recurrent state `[STATE_VALUES, bs]` from `states_at` on; what else the frame carries, at most
+    `carried` words from `carried_at` on: `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
     a ticket says of this. An entry of the table changes speaks of `tile` positions.
     """
 
@@ -205,11 +226,13 @@ class FrameLayout:
         attention_capacity: int = 0,
         tables: int = 1,
         carried: int = 0,
+        states: int = 0,
     ) -> None:
         self.bs, self.tokens, self.stream_words, self.tables = bs, tokens, stream_words, tables
         self.inputs = 3 * bs + (2 + tables) * tokens
         self.lens_at = self.inputs + tokens * sum(stream_words)
-        self.carried, self.carried_at = carried, self.lens_at + 2 * bs
+        self.states, self.states_at = states, self.lens_at + 2 * bs
+        self.carried, self.carried_at = carried, self.states_at + STATE_VALUES * bs * states
         self.fixed = self.carried_at + carried
         table = Section(self.fixed, table_capacity, TABLE_ENTRY + tile)
         lut = Section(table.end, lut_capacity, LUT_ENTRY)
@@ -271,3 +294,10 @@ class AttentionLens:
     seq_lens: Any  # [at least bs]
     query_start_loc: Any  # [at least bs + 1]
     tables: bool
+
+
+class StateIndices(NamedTuple):
+    """The slots of a state pool that a model's recurrent layers are given, any integer type and stride, -1 for none."""
+
+    first: Any  # [any] of the first requests
+    second: Any | None = None  # [any] of those behind them

@@ -4,8 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ..constants import ANY_NUMBER
-from .frame_kernels import attention_kernel, begin_kernel, end_kernel, write_ticket_kernel
-from .frames import MAX_CARRIED, AttentionLens, AttentionTensors, CarriedValues, FrameLayout, ModelInput
+from .frame_kernels import attention_kernel, begin_kernel, end_kernel, state_kernel, write_ticket_kernel
+from .frames import (
+    MAX_CARRIED,
+    AttentionLens,
+    AttentionTensors,
+    CarriedValues,
+    FrameLayout,
+    ModelInput,
+    StateIndices,
+)
 
 PROGRAMS = 1024  # of each launch: enough to fill a device
 TILE = 512
@@ -136,7 +144,8 @@ class ModelForward:
     """One run of a model that fills a frame on the current stream, as its ticket says; in a graph, at each launch of that.
 
     The ticket, `[TICKET_WORDS] int64`, is zeros as long as nothing is to be captured; `attention` is None if it is not known
-    what that is given; `lut_int64` says whether the runner's full-to-SWA tables are int64, else int32. `bs` requests run,
+    what that is given; `lut_int64` says whether the runner's full-to-SWA tables are int64, else int32; `states` are the slots of
+    each of the runner's pools of recurrent state, nothing if they are not known. `bs` requests run,
     padding included; `programs` fill the frame, of all launches together.
     """
 
@@ -149,19 +158,27 @@ class ModelForward:
         "bs",
         "kept",
         "programs",
+        "states",
         "ticket",
         "tokens",
     )
 
     def __init__(
-        self, ticket: Any, given: ModelInput, attention: AttentionTensors | AttentionLens | None, *, lut_int64: bool
+        self,
+        ticket: Any,
+        given: ModelInput,
+        attention: AttentionTensors | AttentionLens | None,
+        *,
+        lut_int64: bool,
+        states: tuple[StateIndices, ...] = (),
     ) -> None:
         self.ticket = ticket
         self.address = int(ticket.data_ptr())
         self.attention = attention
         self.bs = int(given.rows.numel())
         self.tokens = given.num_tokens
-        self.programs = PROGRAMS * (3 if isinstance(attention, AttentionTensors) else 2)
+        self.states = states
+        self.programs = PROGRAMS * ((3 if isinstance(attention, AttentionTensors) else 2) + 2 * len(states))
         self._given = given
         self._launches = launches_on(ticket)
         self._lut_int64 = lut_int64
@@ -192,6 +209,7 @@ class ModelForward:
             ),
             (minus is not None, extend is not None, copied, self._lut_int64, TILE),
         )
+        self._look_at_states(after=False)
         if not isinstance(attention, AttentionTensors):
             return
         window_indptr, window_indices = attention.window_indptr, attention.window_indices
@@ -212,4 +230,16 @@ class ModelForward:
 
     def end(self) -> None:
         """Launch what belongs right after its last layer."""
+        self._look_at_states(after=True)
         self._launches.launch(end_kernel, PROGRAMS, (self.ticket, self.bs, self.tokens), (TILE,))
+
+    def _look_at_states(self, *, after: bool) -> None:
+        for pool, (first, second) in enumerate(self.states):
+            other = first if second is None else second
+            counts = min(first.numel(), self.bs), 0 if second is None else other.numel()
+            self._launches.launch(
+                state_kernel,
+                PROGRAMS,
+                (self.ticket, first, other, (pool, self.bs, *counts, first.stride(0), other.stride(0))),
+                (after, TILE),
+            )

@@ -179,6 +179,8 @@ class CopiedForward:
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
     window_watched: int = 0  # sliding groups whose reads were compared with their window
     recurrent: dict[str, Int64Array] = field(default_factory=dict)  # event columns
+    # Of each of the runner's state pools what a device has found, `[3, bs]`: slots, hashes before and after.
+    states: tuple[Int64Array, ...] = ()
     values: dict[str, Int64Array] = field(default_factory=dict)  # event columns: written, and no model's
     note: str = ""
     failed: bool = False  # what it wrote is unknown

@@ -136,6 +136,16 @@ class Recorder(EventRecording):
         """
         self._recurrent.note(change, pool, slots, sources)
 
+    @guarded
+    def states_hashed(self, change: StateChange, pool: int, changed: Int64Array) -> None:
+        """As `state_changed`, of what a device has hashed: `changed` `[3 * n]` slots, their sources and their hashes."""
+        self._recurrent.note_hashed(change, pool, changed.reshape(3, -1))
+
+    @guarded
+    def give_up_states(self) -> None:
+        """Record no more what forwards read and write of recurrent state: some change of slots was not seen."""
+        self._recurrent.give_up()
+
     def oracle_tokens(self, request_ids: Any, seq_lens: Any) -> Int64Array:
         """Return what the header's token oracle samples for requests of so many tokens, `[bs]` each.
 
@@ -158,6 +168,9 @@ class Recorder(EventRecording):
         with self.lock:
             if self._off:
                 return False
+            if self.header.states:
+                reads = forward.prefix_lens > 0
+                forward.recurrent = self._recurrent.hashed(forward.runner, forward.rows, reads, forward.states)
             if self._numbers.differ:
                 raise ValueError("padding_slots other than (0,) cannot be recorded on the device; use Recorder")
             forward.input_ids = self._hash_tokens(forward.input_ids)
@@ -180,6 +193,7 @@ class Recorder(EventRecording):
             self._forwards = number + 1
             for group, slots in written.items():
                 self.kv[group].lose(slots)
+            self._recurrent.lose()
             self.outbox.drop()
 
     def _expect_fitting(self, forward: CopiedForward) -> None:

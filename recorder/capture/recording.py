@@ -19,6 +19,7 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.capture import changes, layers
+from ...kernels.ops.state_hash import reference as state_hash
 from ..errors import error_text
 from ..process.endings import at_process_end
 from ..trace.event import NO_LISTS, TraceEvent
@@ -111,6 +112,8 @@ class Recording:
         prepare_kernels(backend)
         if any(stream.samples for group in header.groups for stream in group.streams):
             layers.prepare(backend)
+        if header.states:
+            state_hash.prepare(backend)
         self.path = Path(path)
         header = header if privacy is None else with_privacy(header, privacy)
         self._strict = strict
@@ -120,7 +123,7 @@ class Recording:
         header = self._numbers.header(header)
         self.kv = group_shadows(header, kv_sources or {}, backend=backend)
         self.state = StateShadow(header, backend=backend)
-        self._recurrent = RecurrentCapture(header, state_sources or {}, privacy)
+        self._recurrent = RecurrentCapture(header, state_sources or {}, privacy, backend)
         self._kv_watch_every = kv_watch_every
         self._privacy = privacy
         # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.
@@ -158,6 +161,7 @@ class Recording:
                 self.state.tables.forget()
             for kv in self.kv:
                 kv.forget()
+            self._recurrent.lose()
             return True
 
     def _end_pending(self, note: str) -> None:

@@ -6,13 +6,15 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
+from ...kernels.ops.state_hash.reference import state_hashes
 from ..state.recurrent import CLEAR, COPY, STEP
 from ..trace.header import TraceHeader
 from .host_arrays import as_rows, own_int64
 from .privacy import Privacy
 
 StateChange = Literal["clear", "copy"]
+_FIRST: Final = np.zeros(1, np.int64)
 _COLUMNS: Final = tuple(f"recurrent_{name}" for name in ["pool", "op", "request", "source", "slot", "before", "after"])
 
 
@@ -39,13 +41,17 @@ class RecurrentCapture:
     `ValueError` for what the header's `states` do not have.
     """
 
-    def __init__(self, header: TraceHeader, sources: Mapping[int, Sequence[Any]], privacy: Privacy | None) -> None:
+    def __init__(
+        self, header: TraceHeader, sources: Mapping[int, Sequence[Any]], privacy: Privacy | None, backend: str = "cpu"
+    ) -> None:
         self._pools = header.states
         known = range(len(header.states))
         if not set(sources) <= set(known):
             raise ValueError(f"state_sources has pools {sorted(sources)}, the header's states have {list(known)}")
         self._sources = {pool: list(parts) for pool, parts in sources.items()}
         self._privacy = privacy
+        self._backend = backend
+        self._unknown = False
         self._waiting: list[tuple[int, ...]] = []
         self._steps: list[tuple[int, ...]] = []
         self._ops: list[tuple[int, ...]] = []
@@ -60,6 +66,48 @@ class RecurrentCapture:
         op, of = (COPY, of) if change == "copy" else (CLEAR, np.full_like(to, -1))
         pairs = zip(of.tolist(), to.tolist(), strict=True)
         self._waiting += [(pool, op, -1, source, slot, 0, self._hash(pool, slot)) for source, slot in pairs]
+
+    def note_hashed(self, change: StateChange, pool: int, changed: Int64Array) -> None:
+        """As `note`, of what a device has hashed: `changed` `[3, n]` slots, their sources (-1 for none) and their hashes.
+
+        Of a slot that there is not nobody knows what was changed.
+        """
+        op = COPY if change == "copy" else CLEAR
+        num_slots = self._pools[pool].num_slots
+        if ((changed[0] < 0) | (changed[:2] >= num_slots)).any():
+            self.give_up()
+            return
+        self._waiting += [
+            (pool, op, -1, source, slot, 0, self._kept(found)) for slot, source, found in changed.T.tolist()
+        ]
+
+    def hashed(
+        self, runner: int, rows: Int64Array, reads: BoolArray, found: Sequence[Int64Array]
+    ) -> dict[str, Int64Array]:
+        """Return the columns of a forward that a device has captured; `reads` `[bs]` bool are the requests that read.
+
+        `found` has of each of the runner's pools `[3, bs]`: slots, hashes before and after; nothing if it was not looked at.
+        A pool of which a slot does not exist is left out: then nobody knows what was written.
+        """
+        ops, self._waiting = self._waiting, []
+        mine = [number for number, pool in enumerate(self._pools) if pool.runner == runner]
+        for pool, values in zip(mine, () if self._unknown else found, strict=False):
+            slots, live = values[0], (rows > 0) & (values[0] != -1)
+            if ((slots[live] < 0) | (slots[live] >= self._pools[pool].num_slots)).any():
+                continue
+            for request in np.flatnonzero(live).tolist():
+                slot, before, after = values[:, request].tolist()
+                source = slot if reads[request] else -1
+                ops.append((pool, STEP, request, source, slot, self._kept(before), self._kept(after)))
+        return _columns(ops)
+
+    def lose(self) -> None:
+        """Drop what waits for a forward that is not recorded."""
+        self._waiting = []
+
+    def give_up(self) -> None:
+        """Record no more of what forwards read and write: some changes of slots were not seen."""
+        self._unknown = True
 
     def begin(self, runner: int, rows: Int64Array, states: Sequence[StateAccess | None]) -> None:
         """Take what the runner's forward, whose requests have these rows, is about to read."""
@@ -79,9 +127,9 @@ class RecurrentCapture:
 
     def end(self) -> dict[str, Int64Array]:
         """Return the columns of the forward that has run."""
-        rows = self._ops + [(*step, self._hash(step[0], step[4])) for step in self._steps]
+        ops = self._ops + [(*step, self._hash(step[0], step[4])) for step in self._steps]
         self._ops, self._steps = [], []
-        return dict(zip(_COLUMNS, np.array(rows, np.int64).reshape(-1, len(_COLUMNS)).T.copy(), strict=True))
+        return _columns(ops)
 
     def drop(self) -> None:
         """Let go of the engine's tensors."""
@@ -94,14 +142,24 @@ class RecurrentCapture:
         parts = self._sources.get(pool, ())
         if not parts:
             return 0
-        key = b"" if self._privacy is None else self._privacy.kv_key
-        found = hashlib.blake2b(digest_size=8, key=key)
-        for part in parts:
-            found.update(_leading(part[slot], self._pools[pool].hashed_bytes))
-        return int.from_bytes(found.digest(), "little", signed=True) or 1
+        rows = [_leading(part[slot], self._pools[pool].hashed_bytes) for part in parts]
+        found = state_hashes(parts=rows, num_slots=1, slots=_FIRST, backend=self._backend)
+        return self._kept(int(found[0]))
+
+    def _kept(self, found: int) -> int:
+        """Return a hash as the trace has it: keyed, if tokens are kept private."""
+        if self._privacy is None or not found:
+            return found
+        content = found.to_bytes(8, "little", signed=True)
+        digest = hashlib.blake2b(content, digest_size=8, key=self._privacy.kv_key).digest()
+        return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def _leading(row: Any, most: int) -> bytes:
-    """Return the first bytes of a slot's part, numpy's or torch's, in the order of its elements."""
+def _columns(ops: list[tuple[int, ...]]) -> dict[str, Int64Array]:
+    return dict(zip(_COLUMNS, np.array(ops, np.int64).reshape(-1, len(_COLUMNS)).T.copy(), strict=True))
+
+
+def _leading(row: Any, most: int) -> ByteArray:
+    """Return the first bytes of a slot's part, numpy's or torch's, `[1, n]`, in the order of its elements."""
     size = row.itemsize
-    return bytes(as_rows(row.reshape(-1)[: -(-most // size)].reshape(1, -1))[0, :most])
+    return as_rows(row.reshape(-1)[: -(-most // size)].reshape(1, -1))[:, :most]

@@ -15,13 +15,13 @@ from ....kernels.capture.frames import (
     MAX_CARRIED,
     NUM_COUNTERS,
     AttentionLens,
-    CarriedValues,
     FrameLayout,
     ModelInput,
+    StateIndices,
 )
 from ...errors import error_text
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
-from .forward import Carried, DeviceForward, ForwardPart, ForwardRequests, FrameInFlight
+from .forward import Carried, DeviceForward, ForwardPart, ForwardRequests, FrameInFlight, places_of
 from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ KV_CHANGES: Final = 4_096
 ATTENTION_CHANGES: Final = 1_024  # slots that differ from what they should be: in a healthy engine none
 MAX_LAYOUTS: Final = 4_096
 ONE_AFTER_ANOTHER: Final = (1,)  # the strides of a flat tensor
-NO_MORE: Final = (0,) * (2 * (MAX_CARRIED - 1))
 CARRYING_TOKENS: Final = 1_024  # one program copies what a frame carries: no more than a decode step gives out
 
 
@@ -157,7 +156,9 @@ class DeviceCapture:
         windowed = [any(group.window for group in runner.groups) for runner in shadows.runners]
         self._read_without_window = [ATTENTION_LENS if one else ATTENTION_LENS | ATTENTION_SLOTS for one in windowed]
 
-    def _make_layout(self, runner: int, bs: int, tokens: int, many: bool, attention: bool) -> FrameLayout:
+    def _make_layout(
+        self, runner: int, bs: int, tokens: int, many: bool, attention: bool, states: int = 0
+    ) -> FrameLayout:
         """Return a frame's sections, with room for many changes, and for what attention got, if asked for."""
         known = self.shadows.runners[runner]
         words, luts = known.stream_words, len(known.luts)
@@ -173,6 +174,7 @@ class DeviceCapture:
             attention_capacity=ATTENTION_CHANGES if attention else 0,
             tables=tables,
             carried=MAX_CARRIED * tokens if self.carries and tokens <= CARRYING_TOKENS else 0,
+            states=states,
         )
 
     def prepare(self) -> None:
@@ -190,6 +192,12 @@ class DeviceCapture:
                     model = self._run_of(number, given)
                     model.begin()
                     model.end()
+            pools = len(self.shadows.runners[number].states)
+            self.shadows.prepare_states(number)
+            for slots in (row, lens) if pools else ():
+                model = self._run_of(number, given, states=(StateIndices(slots),) * pools)
+                model.begin()
+                model.end()
 
     def prepare_for(self, given: ModelInput, attention: AttentionLens | None) -> None:
         """Compile the kernels for the dtypes of these, of the first runner; nothing is captured."""
@@ -216,17 +224,24 @@ class DeviceCapture:
         if self.off:
             return -1
         forward.check()
-        model = self._run_of(forward.runner, forward, forward.attention)
+        model = self._run_of(forward.runner, forward, forward.attention, forward.states)
         of = (forward.mode, forward.runner, model.bs, forward.requests, forward.truth_lens)
         frame = self.expect(model, *of, parts=forward.parts, new_rows=forward.new_rows)
         if frame is not None:
             self.begin(model, frame)
         return self.next_forward - max(len(forward.parts), 1)
 
-    def _run_of(self, runner: int, given: ModelInput, attention: AttentionLens | None = None) -> "ModelForward":
+    def _run_of(
+        self,
+        runner: int,
+        given: ModelInput,
+        attention: AttentionLens | None = None,
+        states: tuple[StateIndices, ...] = (),
+    ) -> "ModelForward":
         from ....kernels.capture.model_forward import ModelForward
 
-        return ModelForward(self._tickets[runner], given, attention, lut_int64=self._lut_int64[runner])
+        lut = self._lut_int64[runner]
+        return ModelForward(self._tickets[runner], given, attention, lut_int64=lut, states=states)
 
     def expect(
         self,
@@ -273,7 +288,7 @@ class DeviceCapture:
         # Each frame in flight zeroes the counters of the one after it, so they go round by frames, not by forwards.
         numbers = (number % INT32_MAX + 1, at, counters, (taken + 1) % COUNTERS, int(watched))
         writer, carried = self._writers[runner], self._take_along(layout) if self.waiting else ()
-        writer.write(model.ticket, model.address, numbers, layout, model.programs, _places(carried, layout, at))
+        writer.write(model.ticket, model.address, numbers, layout, model.programs, places_of(carried, layout, at))
         return FrameInFlight(
             launched_ns=perf_counter_ns(),
             mode=mode,
@@ -302,7 +317,8 @@ class DeviceCapture:
             whole = attention.window_indices is not None
             read = ATTENTION_LENS | ATTENTION_SLOTS if whole else self._read_without_window[runner]
         compared = attention is not None and not isinstance(attention, AttentionLens)
-        return _OfModel(self._mine, many, self._layout(runner, model.bs, model.tokens, many, compared), read)
+        layout = self._layout(runner, model.bs, model.tokens, many, compared, len(model.states))
+        return _OfModel(self._mine, many, layout, read)
 
     def carry(self, values: Any, record: Callable[[Int64Array], None]) -> bool:
         """Have the next frame carry integers on the device that nobody changes, and `record` called with them before its forward.
@@ -370,21 +386,3 @@ class DeviceCapture:
         """Give a frame's room back, in the order in which it was taken."""
         self._buffer.give_back(frame.place, frame.layout.words)
         self._given_back += 1
-
-
-def _places(carried: Sequence[Carried], layout: FrameLayout, at: int) -> CarriedValues | None:
-    """Return what a ticket's launch copies for a frame that begins `at`, one after another."""
-    if not carried:
-        return None
-    place, first = at + layout.carried_at, carried[0]
-    if len(carried) == 1:
-        return CarriedValues(
-            (first.values,) * MAX_CARRIED, (first.address,) * MAX_CARRIED, (place, first.length, *NO_MORE)
-        )
-    values, addresses, places = list[Any](), list[int](), list[int]()
-    for one in carried:
-        values.append(one.values)
-        addresses.append(one.address)
-        places += (place, one.length)
-        place += one.length
-    return CarriedValues(tuple(values), tuple(addresses), tuple(places))

@@ -7,9 +7,17 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import AttentionLens, FrameLayout, ModelInput
+from ....kernels.capture.frames import (
+    MAX_CARRIED,
+    AttentionLens,
+    CarriedValues,
+    FrameLayout,
+    ModelInput,
+    StateIndices,
+)
 
 _NOTHING: Final = np.empty(0, np.int64)
+_NO_MORE: Final = (0,) * (2 * (MAX_CARRIED - 1))
 
 
 class TokenSource(Protocol):
@@ -82,6 +90,7 @@ class DeviceForward(ModelInput):
         truth_lens: how many of each request's tokens the scheduler has at this moment, beside `known_lens`.
         parts: if it is recorded as several forwards, those in order.
         attention: the lengths that attention is given, if they are known.
+        states: the slots of each of the runner's state pools; nothing if they are not known.
         new_rows: whether some requests may have new rows, of which many entries are new.
     """
 
@@ -91,6 +100,7 @@ class DeviceForward(ModelInput):
     truth_lens: Sequence[int] | bytes = ()
     parts: tuple[ForwardPart, ...] = ()
     attention: AttentionLens | None = None
+    states: tuple[StateIndices, ...] = ()
     new_rows: bool = True
 
 
@@ -103,6 +113,24 @@ class Carried(NamedTuple):
     length: int
     version: int  # how often they had been written to
     record: Callable[[Int64Array], None]
+
+
+def places_of(carried: Sequence[Carried], layout: FrameLayout, at: int) -> CarriedValues | None:
+    """Return what a ticket's launch copies for a frame that begins `at`, one after another."""
+    if not carried:
+        return None
+    place, first = at + layout.carried_at, carried[0]
+    if len(carried) == 1:
+        return CarriedValues(
+            (first.values,) * MAX_CARRIED, (first.address,) * MAX_CARRIED, (place, first.length, *_NO_MORE)
+        )
+    values, addresses, places = list[Any](), list[int](), list[int]()
+    for one in carried:
+        values.append(one.values)
+        addresses.append(one.address)
+        places += (place, one.length)
+        place += one.length
+    return CarriedValues(tuple(values), tuple(addresses), tuple(places))
 
 
 class FrameInFlight(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.changes import RowRuns, cells_to_runs
-from ....kernels.capture.frames import RunnerOnDevice
+from ....kernels.capture.frames import STATE_BEFORE, RunnerOnDevice
 from ...trace.header import StateTable, TraceHeader
 from ..forward_event import lut_columns, table_columns, truth_columns
 from ..forward_input import CopiedForward
@@ -322,12 +322,20 @@ def _forwards(
             positions=forward.positions[tokens],
             out_cache_loc=tuple(slots[tokens] for slots in forward.out_cache_loc),
             written=tuple(slots[tokens] if slots.size else slots for slots in forward.written),
+            states=tuple(_of_part(values[:, places], number) for values in forward.states),
             # Of slots that attention got otherwise there are none: such frames are of lengths alone.
             attention={name: lens[places] for name, lens in forward.attention.items() if lens.size},
             changes={} if number else forward.changes,
             kv_changes=[] if number else forward.kv_changes,
         )
         yield one, {g: [rows[tokens] for rows in streams] for g, streams in gathered.items()}, places.tolist()
+
+
+def _of_part(values: Int64Array, number: int) -> Int64Array:
+    """Return what a part's requests did to states, `[3, n]`: what a later part reads, an earlier one may have written."""
+    if number:
+        values[STATE_BEFORE] = 0
+    return values
 
 
 def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> Int64Array:

@@ -15,6 +15,7 @@ from ....kernels.capture.frames import (
     KV_CHANGES,
     KV_ENTRY,
     LUT_CHANGES,
+    STATE_VALUES,
     TABLE_CHANGES,
     TABLE_ENTRY,
     TABLE_OF_ENTRY,
@@ -118,7 +119,8 @@ class FrameReader:
         bs, tokens = layout.bs, layout.tokens
         requests = fixed[: 3 * bs].reshape(3, bs)
         inputs = fixed[3 * bs : layout.inputs].reshape(2 + layout.tables, tokens)
-        lens = fixed[layout.lens_at : layout.carried_at].reshape(2, bs)
+        lens = fixed[layout.lens_at : layout.states_at].reshape(2, bs)
+        states = fixed[layout.states_at : layout.carried_at].reshape(layout.states, STATE_VALUES, bs)
         real, real_tokens = _without_padding(in_flight, requests[0])
         written, at = [], layout.inputs
         for words in layout.stream_words:
@@ -151,6 +153,7 @@ class FrameReader:
             kv_watched=in_flight.watched,
             kv_changes=_kv_changes(changed, layout.stream_words),
             attention_watched=attention,
+            states=tuple(states[:, :, :real]),
             note="; ".join(notes),
             failed=bool(in_flight.note),
         )

@@ -28,6 +28,7 @@ from ..forward_input import CopiedForward
 from ..host_arrays import own_int64, runs_to_slots
 from ..recorder import Recorder
 from ..recording import beginning
+from ..recurrent import StateChange
 from ..slot_numbers import SlotsChanged
 from .background import AT_ONCE, Background, Queued
 from .capture import DeviceCapture
@@ -104,6 +105,7 @@ class DeviceRecorder:
         tables: the engine's block table of each of the header's tables.
         luts: its full-to-SWA tables.
         kv_sources: where the bytes lie.
+        state_sources: as for `Recorder`, on the device.
         kv_watch_every: forwards between two searches for bytes that nobody wrote, 0 never.
         frame_bytes: device memory for forwards in flight; those that do not fit are lost, and counted.
         writer_options: for the trace's writer.
@@ -121,11 +123,12 @@ class DeviceRecorder:
         tables: Sequence[Any],
         luts: Sequence[Any],
         kv_sources: Mapping[tuple[int, int], KvSource],
+        state_sources: Mapping[int, Sequence[Any]] | None = None,
         kv_watch_every: int = 1,
         frame_bytes: int = 64 << 20,
         **writer_options: Any,
     ) -> None:
-        shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources)
+        shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources, states=state_sources)
         self.recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
         self.header = self.recorder.header
         with beginning(self.recorder):
@@ -227,6 +230,14 @@ class DeviceRecorder:
 
     mark = recorded_later(Recorder.mark)
     freeze = recorded_later(Recorder.freeze)
+
+    @harmless
+    def state_changed(self, change: StateChange, *, pool: int, slots: Any, sources: Any = ()) -> None:
+        """As `Recorder.state_changed`, of slots on the device or the host; the bytes are hashed on the current stream."""
+        values = self._capture.shadows.hash_states(pool, slots, sources if change == "copy" else None)
+        self.with_next_forward(functools.partial(self.recorder.states_hashed, change, pool), values)
+
+    give_up_states = recorded_later(Recorder.give_up_states)
 
     def lost(self, note: str) -> None:
         """As `Recorder.lost`."""

@@ -1,28 +1,35 @@
 """What a replay knows, on the device: block tables, full-to-SWA tables, bytes of slots."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import (
+    STATES_AT,
     EngineTable,
     GroupOnDevice,
     LutOnDevice,
     RunnerOnDevice,
+    StatesOnDevice,
     StreamOnDevice,
     TableOnDevice,
 )
 from ....kernels.ops.hash.kv_source import KvSource
+from ....kernels.ops.state_hash.reference import POOL_WORDS
 from ...trace.header import TraceHeader
+from ..host_arrays import own_int64
+
+HASHING_PROGRAMS: Final = 64  # of what is changed between forwards: few slots
 
 
 class DeviceShadows:
     """Every runner's shadows; `bytes` is what they take on the device.
 
     `tables` are the engine's block tables, as `[rows, width] int32` or a `EngineTable`, `luts` its full-to-SWA tables,
-    `sources` say for each `(group, stream)` where the bytes lie. Raises `ValueError`, which says why, for an engine that cannot be recorded this way.
+    `sources` say for each `(group, stream)` where the bytes lie, `states` of each state pool the parts of the sampled layer,
+    `[num_slots, ...]`. Raises `ValueError`, which says why, for an engine that cannot be recorded this way.
     """
 
     def __init__(
@@ -32,6 +39,7 @@ class DeviceShadows:
         tables: Sequence[Any],
         luts: Sequence[Any],
         sources: Mapping[tuple[int, int], KvSource],
+        states: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
         import torch
 
@@ -78,6 +86,11 @@ class DeviceShadows:
                 groups=groups,
                 luts=[known_luts[lut] for lut in used],
                 streams=streams,
+                states=[
+                    _states(header, pool, (states or {}).get(pool, ()))
+                    for pool, one in enumerate(header.states)
+                    if one.runner == number
+                ],
             )
             self.runners.append(runner)
         self.descriptors = [
@@ -132,6 +145,42 @@ class DeviceShadows:
         known = self._find(group)[0].known
         known[slots.to(known.device).long()] = 0
 
+    def hash_states(self, pool: int, slots: Any, sources: Any | None) -> Any:
+        """Return what slots of a state pool hold by now, `[3 * n] int64`: slots, sources (-1 for None) and hashes.
+
+        `slots`, `sources` `[n]`, any integer tensors on the device; runs on the current stream. What the host knows is hashed
+        by nobody (0): of a copy the bytes are known by its source.
+        """
+        if not hasattr(slots, "get_device"):
+            to = own_int64(slots).reshape(-1)
+            of = np.full_like(to, -1) if sources is None else own_int64(sources).reshape(-1)
+            return np.concatenate((to, of, np.zeros_like(to)))
+        import torch
+
+        from ....kernels.capture.model_forward import launches_on
+        from ....kernels.ops.state_hash.triton import TILE, slots_kernel
+
+        runner, place = next(
+            (number, place)
+            for number, runner in enumerate(self.runners)
+            for place, one in enumerate(runner.states)
+            if one.number == pool
+        )
+        found = torch.empty((3, slots.numel()), dtype=torch.int64, device=slots.device)
+        found[0].copy_(slots.reshape(-1))
+        found[1].fill_(-1) if sources is None else found[1].copy_(sources.reshape(-1))
+        words = self.descriptors[runner][STATES_AT + place * POOL_WORDS :]
+        arguments = words, found[0], found[2], slots.numel(), 1
+        launches_on(found).launch(slots_kernel, HASHING_PROGRAMS, arguments, (TILE,))
+        return found.reshape(-1)
+
+    def prepare_states(self, runner: int) -> None:
+        """Compile what `hash_states` launches, if the runner has state pools."""
+        import torch
+
+        for one in self.runners[runner].states[:1]:
+            self.hash_states(one.number, torch.zeros(1, dtype=torch.int64, device=self.descriptors[0].device), None)
+
     def _find(self, group: int) -> tuple[GroupOnDevice, list[StreamOnDevice]]:
         """Return the shadow of a group of the header's, and those of its streams."""
         return next(
@@ -140,6 +189,29 @@ class DeviceShadows:
             for place, one in enumerate(runner.groups)
             if one.number == group
         )
+
+
+def slots_as_bytes(part: Any, most: int) -> Any | None:
+    """Return the first `most` bytes of each slot of a torch tensor `[num_slots, ...]` as they lie in memory, `[num_slots, n]
+    uint8`; None if a slot's elements do not lie side by side, in any order.
+    """
+    import torch
+
+    dense, expected = sorted((step, size) for step, size in zip(part.stride()[1:], part.shape[1:], strict=True)), 1
+    for step, size in dense:
+        if size > 1 and step != expected:
+            return None
+        expected *= size
+    rows = part.as_strided((part.shape[0], part[0].numel()), (part.stride(0), 1))
+    return rows.view(torch.uint8)[:, :most]
+
+
+def _states(header: TraceHeader, pool: int, parts: Sequence[Any]) -> StatesOnDevice:
+    said = header.states[pool]
+    rows = [slots_as_bytes(part, said.hashed_bytes) for part in parts]
+    if any(row is None or row.shape[0] < said.num_slots for row in rows):
+        raise ValueError(f"state pool {said.name}: a slot's bytes do not lie side by side")
+    return StatesOnDevice(pool, rows, said.num_slots)
 
 
 def _stream(source: KvSource, shadow: Any, group: int) -> StreamOnDevice:

@@ -18,6 +18,7 @@ from ...capture.device.forward import FrameInFlight
 from ..common.hooking import Around, OnFault, beside, harmless
 from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around, batch_among
+from .recurrent import state_indices, state_pool
 from .requests import KnownBatch
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class InsideModels:
         self._on_fault = on_fault
         self.off = False
         self._wrapped: dict[int, Any] = {}  # model runners by their ids
+        self._with_states: dict[int, bool] = {}
         self._tickets: dict[Any, Any] = {}  # by device
         self._used: dict[Any, int] = {}
         self._depth = 0
@@ -188,7 +190,12 @@ class InsideModels:
 
         lut = getattr(getattr(runner, "token_to_kv_pool", None), "full_to_swa_index_mapping", None)
         attention = attention_tensors(runner, batch, int(given.rows.numel()))
-        return ModelForward(ticket, given, attention, lut_int64=str(getattr(lut, "dtype", "")) == "torch.int64")
+        recorded = self._with_states.get(id(runner))
+        if recorded is None:
+            recorded = self._with_states[id(runner)] = isinstance(state_pool(runner, 0), tuple)
+        states = state_indices(runner, batch, int(given.rows.numel())) if recorded else ()
+        int64 = str(getattr(lut, "dtype", "")) == "torch.int64"
+        return ModelForward(ticket, given, attention, lut_int64=int64, states=states)
 
 
 def gpu_of(runner: Any) -> Any:

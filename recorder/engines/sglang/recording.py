@@ -24,7 +24,7 @@ from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
-from .recurrent import StateHooks
+from .recurrent import StateHooks, without_states
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .transfers import SglangTransfers, room_of
 
@@ -65,10 +65,11 @@ class SglangRecording:
         for index, runner in enumerate(header.runners):
             if header.streams(index):
                 entries.append(NotWatched(what="submitted", name=runner.name, reason=reason))
-        if header.states and not layers.watches(id(self.target)):  # where they are read, and behind what is copied
-            header = dataclasses.replace(header, states=())
-            entries.append(NotWatched(what="pool", name=self.layout.states[0].name, reason="its layers are not hooked"))
-        if not on_gpu(self.layout.tables[0]):
+        on_device = on_gpu(self.layout.tables[0])
+        if not (inside.watches(self.target) if on_device else layers.watches(id(self.target))):
+            header, unseen = without_states(header, "its layers are not hooked")  # where they are read
+            entries += unseen
+        if not on_device:
             entries += not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
         header = begins(dataclasses.replace(header, not_watched=tuple(entries)))
         self.requests = SglangRequests(exact_ids=header.oracle is not None)
@@ -81,7 +82,7 @@ class SglangRecording:
         with beginning(self.recorder):
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
-        self.states: StateHooks | None = StateHooks(self.recorder, 0) if header.states else None
+        self.states = StateHooks(self.recorder, 0) if self.recorder.header.states else None
         self.transfers = SglangTransfers(self.layout, self.recorder, self.histories, self.see)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
@@ -98,10 +99,9 @@ class SglangRecording:
         self._outside: Callable[[], Any] | None = None
         self._weights = 0  # how often they have been changed
         self.reqs: list[Any] = []
-        # Of the batch that runs, what says that its last rows are beams, and whose; and whose beam each row was last.
-        self.beam_tail: Any = None
-        self.members: list[str] = []
-        self._beams: dict[int, SglangRequest] = {}
+        self.beam_tail: Any = None  # of the batch that runs: what says that its last rows are beams
+        self.members: list[str] = []  # and whose
+        self._beams: dict[int, SglangRequest] = {}  # whose beam each row was last
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
     def _open(
@@ -125,6 +125,10 @@ class SglangRecording:
                 note = f"every forward waits for the device: {error}"
                 logger.warning("kvcanary: %s", note)
                 header = dataclasses.replace(header, notes=(*header.notes, note))
+                if header.states:
+                    header, unseen = without_states(header, note)
+                    header = dataclasses.replace(header, not_watched=(*header.not_watched, *unseen))
+                    options.pop("state_sources")
         return recorder_class(settings.inject)(path, what_is_derived(header, model_runners, None), **options)
 
     def cost(self) -> dict[str, int]:

@@ -1,18 +1,24 @@
-"""SGLang's recurrent state (Mamba, linear attention, short convolutions), of engines on the CPU.
+"""SGLang's recurrent state (Mamba, linear attention, short convolutions).
 
 A request's state lies in a slot of `MambaPool`, which each forward reads and writes where the backend's metadata says. The
 prefix cache keeps checkpoints in slots of the same pool: copied there when a request is cached, and copied into the slot of
 a request that hits it right before its first forward; a request that finishes leaves its own slot to the cache.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ....kernels.capture.frames import StateIndices
+from ....kernels.ops.state_hash.reference import MAX_PARTS
+from ...capture.device.recorder import DeviceRecorder
+from ...capture.device.shadows import slots_as_bytes
 from ...capture.host_arrays import own_int64
 from ...capture.recurrent import StateAccess, StateChange
-from ...trace.header import NotWatched, StatePool
+from ...trace.header import NotWatched, StatePool, TraceHeader
 from ..common.hooking import Finish, Hook
 
 MOST_BYTES: Final = 4096  # of each part of a slot that are hashed
@@ -47,8 +53,8 @@ def _why_not(runner: Any, rows: Any, pool: Any) -> str:
     arguments = runner.server_args
     if _CLASSES.get(type(rows).__name__) != type(pool).__name__:
         return "the adapter does not know how this class keeps states"
-    if getattr(pool.mamba_cache.temporal.device, "type", "cpu") != "cpu":
-        return "states on a device are not recorded"
+    if getattr(pool.mamba_cache.temporal.device, "type", "cpu") not in ("cpu", "cuda"):
+        return "states on such a device are not recorded"
     if getattr(rows, "enable_mamba_extra_buffer", False):
         return "checkpoints that a forward saves itself are not recorded"
     if getattr(arguments, "speculative_algorithm", None):
@@ -61,7 +67,10 @@ def _why_not(runner: Any, rows: Any, pool: Any) -> str:
         return "its copies are not seen"
     if getattr(pool, "replayssm_write_pos", None) is not None:
         return "states that are completed later (ReplaySSM) are not recorded"
-    return "" if any(part[0].numel() for part in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)) else "it is empty"
+    parts = [part[0] for part in (*pool.mamba_cache.conv, pool.mamba_cache.temporal) if part[0].numel()]
+    if len(parts) > MAX_PARTS or any(slots_as_bytes(part, MOST_BYTES) is None for part in parts):
+        return "a state is laid out in a way that is not known"
+    return "" if parts else "it is empty"
 
 
 def backend_of_all() -> Any:
@@ -74,6 +83,26 @@ def backend_of_all() -> Any:
         return None
 
 
+def _indices(backend: Any, bs: int) -> Any | None:
+    """Return the slots that a forward's recurrent layers are given, `[at least bs]`; None if nobody knows."""
+    metadata = getattr(getattr(backend, "linear_attn_backend", None), "forward_metadata", None)
+    indices = getattr(metadata, "mamba_cache_indices", None)
+    return indices if indices is not None and indices.ndim == 1 and indices.numel() >= bs else None
+
+
+def state_indices(runner: Any, batch: Any, bs: int) -> tuple[StateIndices, ...]:
+    """Return the slots that the layers of a model runner's forward are given on the device, nothing if nobody knows."""
+    backend = backend_of_all() or getattr(batch, "attn_backend", None) or getattr(runner, "attn_backend", None)
+    indices = _indices(backend, bs)
+    return () if indices is None or indices.device != batch.req_pool_indices.device else (StateIndices(indices),)
+
+
+def without_states(header: TraceHeader, reason: str) -> tuple[TraceHeader, list[NotWatched]]:
+    """Return a header without pools of recurrent state, and what is to be said of them."""
+    unseen = [NotWatched(what="pool", name=pool.name, reason=reason) for pool in header.states]
+    return dataclasses.replace(header, states=()), unseen
+
+
 class StateHooks:
     """What is recorded of one runner's state pool, the header's `pool`; after a fault, that nobody knows what it holds."""
 
@@ -81,6 +110,9 @@ class StateHooks:
         self._recorder = recorder
         self._pool = pool
         self._failed = False
+        # On a device the recorder reads them there, behind the change: nobody waits for them here.
+        on_device = isinstance(recorder, DeviceRecorder)
+        self._own: Callable[[Any], Any] = (lambda slots: slots) if on_device else own_int64
 
     def hooks(self) -> dict[str, Hook]:
         """Return a hook for each method of the pool by which slots change between forwards."""
@@ -95,20 +127,25 @@ class StateHooks:
     def _changes(self, change: StateChange, to: Any, of: Any = ()) -> Finish:
         """Return what records a change once it is done."""
         failed, self._failed = self._failed, True
-        slots, sources = own_int64(to), own_int64(of)
+        slots, sources = self._own(to), self._own(of)
         self._failed = failed
 
         def done(_: Any, error: BaseException | None) -> None:
-            self._failed = self._failed or error is not None
+            if error is not None:
+                self.fail()
             self._recorder.state_changed(change, pool=self._pool, slots=slots, sources=sources)
 
         return done
 
+    def fail(self) -> None:
+        """Take for unknown what the slots hold from now on: a change was not seen, or ended half-way."""
+        self._failed = True
+        self._recorder.give_up_states()
+
     def access(self, backend: Any, prefix_lens: Int64Array) -> StateAccess | None:
         """Return which slots a forward's layers read and write, by the metadata that they are given; None for unknown."""
-        metadata = getattr(getattr(backend, "linear_attn_backend", None), "forward_metadata", None)
-        indices = getattr(metadata, "mamba_cache_indices", None)
-        if self._failed or indices is None or indices.numel() < prefix_lens.size:
+        indices = _indices(backend, prefix_lens.size)
+        if self._failed or indices is None:
             return None
         slots = own_int64(indices[: prefix_lens.size])
         return StateAccess(reads=np.where(prefix_lens > 0, slots, -1), writes=slots)

@@ -61,7 +61,13 @@ def main() -> None:
         batches += [[tokens(60) for _ in range(6)], prompts[:4]]
     sampling = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
     outputs = []
-    for batch in batches:
+    for turn in range(len(batches) + run.get("turns", 0)):
+        if turn >= len(batches):
+            prompts = [
+                p + o + tokens(5)
+                for p, o in zip(prompts[:3], outputs[-3:] if turn > len(batches) else outputs, strict=False)
+            ]
+        batch = batches[turn] if turn < len(batches) else prompts
         for output in engine.generate(input_ids=batch, sampling_params=sampling):
             print("\ngenerated", output["output_ids"], "cached", output["meta_info"].get("cached_tokens"), flush=True)
             outputs.append(output["output_ids"])

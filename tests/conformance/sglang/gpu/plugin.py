@@ -17,8 +17,11 @@ def plugin():
     stand_in_for_missing_backends()
     if path:
         note_violations(path)
-    if os.environ.get("CONFORMANCE_DAMAGE"):
-        damage_forwards(os.environ["CONFORMANCE_DAMAGE"])
+    damage = os.environ.get("CONFORMANCE_DAMAGE", "")
+    if damage.startswith("state"):
+        damage_states(damage)
+    elif damage:
+        damage_forwards(damage)
 
 
 def damage_forwards(what):
@@ -79,6 +82,73 @@ def damage_forwards(what):
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw", forward_raw, HookType.AROUND
     )
+
+
+def damage_states(what):
+    """Do damage to the states of recurrent layers once.
+
+    "state-another": a request that hits the prefix cache goes on from the checkpoint that was hit before; "state-shared": a
+    new request gets the slot of one that runs, as if that had been freed; "state-late": a checkpoint is saved one forward late;
+    "state-overwritten": a checkpoint is zeroed before it is restored.
+    """
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    done, hits, late, restoring, given = [], [], [], [], []
+
+    def say(slot):
+        done.append(True)
+        print(f"kv_canary perturb {what} slot={int(slot)}", flush=True)
+
+    restore = ModelRunner._maybe_execute_deferred_mamba_cow_and_clear
+
+    def restores(self, batch):
+        sources = batch.mamba_cow_src_indices
+        if sources is not None and len(sources):
+            own = sources.clone()
+            if what == "state-overwritten" and not done:
+                self.req_to_token_pool.mamba_pool.mamba_cache.conv[0][:, sources] = 0
+                say(sources[0])
+            if what == "state-another" and not done and hits and int(hits[-1][0]) != int(sources[0]):
+                batch.mamba_cow_src_indices = hits[-1].expand_as(sources).contiguous()
+                say(sources[0])
+            hits.append(own[:1])
+        restoring.append(True)
+        restore(self, batch)
+        restoring.pop()
+
+    ModelRunner._maybe_execute_deferred_mamba_cow_and_clear = restores
+    if what == "state-late":
+        copy, forward = MambaPool.copy_from, ModelRunner.forward
+
+        def copies(self, src, dst):
+            if restoring or done:
+                return copy(self, src, dst)
+            say(dst[0])
+            late.append((self, src.clone(), dst.clone()))
+            return None
+
+        def forwards(self, *args, **kwargs):
+            result = forward(self, *args, **kwargs)
+            while late:
+                copy(*late.pop())
+            return result
+
+        MambaPool.copy_from, ModelRunner.forward = copies, forwards
+    if what == "state-shared":
+        alloc = HybridReqToTokenPool.alloc
+
+        def allocs(self, reqs):
+            rows = alloc(self, reqs)
+            new = [int(row) for row in rows or () if row not in given]
+            if given and new and not done:
+                mapping = self.req_index_to_mamba_index_mapping
+                mapping[new[0]] = mapping[given[-1]]
+                say(mapping[new[0]])
+            given.extend(new)
+            return rows
+
+        HybridReqToTokenPool.alloc = allocs
 
 
 def stand_in_for_missing_backends():

@@ -132,9 +132,26 @@ def result_of(run: GpuRun, place: Path) -> dict:
         differences.append(f"the trace is not whole: {summary['doubts']}")
     if not result["injected"] and not run.faulty and summary["verdict"] != "clean":
         differences.append(f"no fault was injected, and the replay says {summary['verdict']}")
+    if run.states_watched:
+        unseen = forwards_without_states(traces[0])
+        if unseen:
+            differences.append(f"of {len(unseen)} forwards the states were not seen, first {unseen[:5]}")
+        if run.faulty and not (result["injected"] and summary["findings_by_kind"].get("state_differs")):
+            differences.append(f"a state was damaged {result['injected']} times, and the replay found nothing")
     if run.canary:
         compare(run, place, traces[0], summary, result)
     return result
+
+
+def forwards_without_states(trace: Path) -> list[int]:
+    """Return the forwards with requests of which nobody knows what states they read and wrote."""
+    from kvcanary.recorder.state.recurrent import STEP
+    from kvcanary.recorder.trace.reader import read_trace
+
+    forwards = (
+        event for event in read_trace(trace) if event.kind == "forward" and event.ints("req_pool_indices").any()
+    )
+    return [event.scalar("forward") for event in forwards if STEP not in event.ints("recurrent_op")]
 
 
 def compare(run: GpuRun, place: Path, trace: Path, summary: dict, result: dict) -> None:

@@ -22,12 +22,18 @@ class GpuRun:
     retract: bool = False
     revert: int = 0  # a pull request whose fix SGLang takes back, by its own switch for that
     damage: str = ""  # what plugin.py does within a forward, after the online canary's TAIL or around it
+    turns: int = 0  # how often the first requests come again, with what they have got and some more
     seed: int = 1
 
     @property
     def faulty(self) -> bool:
         """Whether something is wrong with the engine that no `fault` tells."""
         return bool(self.revert or self.damage)
+
+    @property
+    def states_watched(self) -> bool:
+        """Whether the states of recurrent layers are recorded."""
+        return self.model == "falcon_h1" and self.recorded and not self.overlap
 
     @property
     def tokens_checked_online(self) -> bool:
@@ -60,6 +66,7 @@ class GpuRun:
 
 REQ, USED, POST, UNUSED = "REQ_TO_TOKEN", "REAL_KV_USED", "REAL_KV_POST_FORWARD", "REAL_KV_UNUSED_CACHE"
 HYBRID = "mellum_hybrid"
+RECURRENT = "falcon_h1"
 
 RUNS = (
     # what recording changes of the outputs: nothing
@@ -69,9 +76,26 @@ RUNS = (
     GpuRun(name="eagle-recorded", eagle=True, canary=False),
     GpuRun(name="hybrid-off", model=HYBRID, canary=False, recorded=False),
     GpuRun(name="hybrid-recorded", model=HYBRID, canary=False),
-    # Mamba layers, whose pool the online canary does not know; their states are not watched on a GPU
-    GpuRun(name="recurrent-eager-off", model="falcon_h1", graph=False, canary=False, recorded=False),
-    GpuRun(name="recurrent-eager-recorded", model="falcon_h1", graph=False, canary=False),
+    # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves, which are
+    # not watched
+    GpuRun(name="recurrent-eager-off", model=RECURRENT, graph=False, canary=False, recorded=False),
+    GpuRun(name="recurrent-eager-recorded", model=RECURRENT, graph=False, canary=False),
+    GpuRun(name="recurrent-graph-off", model=RECURRENT, overlap=False, canary=False, recorded=False, turns=2),
+    GpuRun(name="recurrent-graph-recorded", model=RECURRENT, overlap=False, canary=False, turns=2),
+    GpuRun(name="recurrent-eager-plain-recorded", model=RECURRENT, graph=False, overlap=False, canary=False, turns=2),
+    *(
+        GpuRun(
+            name=f"recurrent-{'graph' if graph else 'eager'}-{damage}",
+            model=RECURRENT,
+            graph=graph,
+            overlap=False,
+            canary=False,
+            damage=f"state-{damage}",
+            turns=2,
+        )
+        for graph in (True, False)
+        for damage in ("another", "shared", "late", "overwritten")
+    ),
     # beside the online canary
     GpuRun(name="none", sweep=4),
     GpuRun(name="none-page16-retract", page=16, sweep=4, retract=True),
