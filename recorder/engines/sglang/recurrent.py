@@ -38,7 +38,8 @@ def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatc
         reason = _why_not(runner, rows, pool)
         if reason:
             return NotWatched(what="pool", name=name, reason=reason)
-        state, layers = pool.mamba_cache, list(pool.mamba_layer_ids)
+        layers = list(getattr(pool, "mamba_layer_ids", None) or rows.mamba_map)  # 0.5.16 has them beside the rows
+        state = pool.mamba_cache
         parts = [part[0] for part in (*state.conv, state.temporal) if part[0].numel()]
         slots, first = int(parts[0].shape[0]), int(layers[0])
     except (AttributeError, IndexError, TypeError) as error:

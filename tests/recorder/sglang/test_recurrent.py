@@ -49,6 +49,14 @@ def test_the_first_layers_parts_of_a_known_pool_are_watched() -> None:
     assert [tuple(part.shape) for part in parts] == [(4, 3, 2)]
 
 
+def test_an_earlier_version_says_which_layers_beside_its_rows() -> None:
+    older = MambaPool()
+    del older.mamba_layer_ids
+    found = state_pool(runner(older, rows={"mamba_map": {4: 0, 7: 1}}), 0)
+    assert isinstance(found, tuple)
+    assert (found[0].layer, found[0].num_layers) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
