@@ -32,7 +32,7 @@ from ...trace.header import (
 )
 from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
-from .recurrent import state_pool
+from .recurrent import prefills_not_seen, state_pool
 
 ALIGN_BYTES: Final = 16
 HOST_CACHE: Final = "HiCacheController"
@@ -138,6 +138,7 @@ class SglangLayout:
         elif found is not None:
             self.state_parts[len(self.states)] = found[1]
             self.states.append(found[0])
+            self.not_watched += prefills_not_seen(runner)
         own = RunnerLayout(runner=id(runner), index=index, table=table, groups=groups, sampled=not draft)
         self.runners[id(runner)] = own
 

@@ -36,7 +36,6 @@ DERIVED_OF_DRAFTS: Final = ("prefix_lens", "input_ids", "positions", "out_cache_
 
 class SglangRecording:
     """Records one `Scheduler` and its model runners into one trace; what begins with `on_` is a hook.
-
     Methods may raise: the hooks that call them catch it.
     """
 

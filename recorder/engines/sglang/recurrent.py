@@ -49,6 +49,15 @@ def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatc
     return StatePool(name=name, runner=index, **sizes), parts
 
 
+def prefills_not_seen(runner: Any) -> list[NotWatched]:
+    """Return what is to be said of an engine whose prefills run in CUDA graphs, into which nobody looks."""
+    captured = getattr(runner, "prefill_cuda_graph_runner", None)
+    if captured is None or type(captured).__name__ == "EagerRunner":
+        return []
+    reason = "which states they read and write is not recorded; nothing is known of the pool behind one"
+    return [NotWatched(what="graph", name="MambaPool: prefills in CUDA graphs", reason=reason)]
+
+
 def _why_not(runner: Any, rows: Any, pool: Any) -> str:
     """Say why a pool's states are not recorded, "" if they are."""
     arguments = runner.server_args

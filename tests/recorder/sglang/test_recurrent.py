@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines.common.hooking import wrap_method
-from kvcanary.recorder.engines.sglang.recurrent import StateHooks, state_pool
+from kvcanary.recorder.engines.sglang.recurrent import StateHooks, prefills_not_seen, state_pool
 from kvcanary.recorder.trace.header import NotWatched, StatePool
 
 
@@ -73,6 +73,25 @@ def test_what_is_not_understood_is_named(made: Any, reason: str) -> None:
     found = state_pool(made(), 0)
     assert isinstance(found, NotWatched)
     assert reason in found.reason
+
+
+def test_prefills_in_graphs_are_named() -> None:
+    made = runner(MambaPool())
+    assert not prefills_not_seen(made)
+    made.prefill_cuda_graph_runner = type("EagerRunner", (), {})()
+    assert not prefills_not_seen(made)
+    made.prefill_cuda_graph_runner = type("PrefillCudaGraphRunner", (), {})()
+    assert [entry.what for entry in prefills_not_seen(made)] == ["graph"]
+
+
+def test_a_state_that_does_not_lie_in_one_piece_is_not_watched() -> None:
+    odd = MambaPool()
+    odd.mamba_cache.conv = [torch.zeros(2, 4, 3, 4)[..., ::2]]
+    found = state_pool(runner(odd), 0)
+    assert isinstance(found, NotWatched)
+    assert "laid out" in found.reason
+    odd.mamba_cache.conv = [torch.zeros(2, 4, 2, 3).transpose(2, 3)]  # in another order all of it is there
+    assert isinstance(state_pool(runner(odd), 0), tuple)
 
 
 def test_a_runner_without_states_has_nothing_to_name() -> None:
