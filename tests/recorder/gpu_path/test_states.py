@@ -175,9 +175,10 @@ def test_a_pool_of_which_a_slot_does_not_exist_is_unknown(tmp_path):
 
 def test_changes_before_a_forward_that_is_lost_are_lost_with_it(tmp_path):
     engine = Engine(tmp_path, np.random.default_rng(1))
-    refused = [True]
-    put = engine.device.recorder.outbox.writer.append
-    engine.device.recorder.outbox.writer.append = lambda event: False if refused[0] else put(event)
+    refused, writer = [True], engine.device.recorder.outbox.writer
+    append, has_room = writer.append, writer.has_room
+    writer.append = lambda *events, **more: False if refused[0] else append(*events, **more)
+    writer.has_room = lambda size: not refused[0] and has_room(size)
     engine.change("clear", 0, [2])
     engine.forward([1], [0], [[2], [2]], host=False)
     assert engine.device.drain()

@@ -65,11 +65,11 @@ def main() -> None:
     outputs = []
     for turn in range(len(batches) + run.get("turns", 0)):
         if turn >= len(batches):
-            prompts = [
-                p + o + tokens(5)
-                for p, o in zip(prompts[:3], outputs[-3:] if turn > len(batches) else outputs, strict=False)
-            ]
-        batch = batches[turn] if turn < len(batches) else prompts
+            answered = outputs if turn == len(batches) else outputs[-4:]
+            prompts = [p + o + tokens(5) for p, o in zip(prompts[:3], answered, strict=False)]
+            batch = [*prompts, batches[0][0] + tokens(5 + turn)]  # the last goes on behind a prompt alone
+        else:
+            batch = batches[turn]
         for output in engine.generate(input_ids=batch, sampling_params=sampling):
             print("\ngenerated", output["output_ids"], "cached", output["meta_info"].get("cached_tokens"), flush=True)
             outputs.append(output["output_ids"])

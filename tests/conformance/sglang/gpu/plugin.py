@@ -85,10 +85,11 @@ def damage_forwards(what):
 
 
 def damage_states(what):
-    """Do damage to the states of recurrent layers once.
+    """Do damage to the states of recurrent layers, once if nothing else is said.
 
     "state-another": a request that hits the prefix cache goes on from the checkpoint that was hit before; "state-shared": a
-    new request gets the slot of one that runs, as if that had been freed; "state-late": a checkpoint is saved one forward late;
+    new request gets the slot of one that runs, as if that had been freed; "state-late": all checkpoints of running requests are
+    saved one forward late;
     "state-overwritten": a checkpoint is zeroed before it is restored.
     """
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
@@ -122,7 +123,7 @@ def damage_states(what):
         copy, forward = MambaPool.copy_from, ModelRunner.forward
 
         def copies(self, src, dst):
-            if restoring or done:
+            if restoring:
                 return copy(self, src, dst)
             say(dst[0])
             late.append((self, src.clone(), dst.clone()))
