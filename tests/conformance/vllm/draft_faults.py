@@ -11,13 +11,10 @@ AT_FIRST, AT_STEP, AT_SLOTS, AT_PROPOSAL, AT_STORE = "first", "step", "slots", "
 
 def install_draft_faults(injector, runner_class) -> None:
     """Have a fault put where the drafter is at its stage, once for each that is due."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
 
     propose_all, propose, mapping = runner_class.propose_draft_token_ids, Proposer.propose, Proposer._get_slot_mapping
     inputs, update = Proposer.build_model_inputs_first_pass, Proposer._update_positions_dependent_metadata
-
-    store = CPUAttentionBackendImpl.do_kv_cache_update
 
     def now(stage):
         """Return what is to be done at a stage, once."""
@@ -54,14 +51,23 @@ def install_draft_faults(injector, runner_class) -> None:
             change(proposer, common)
         return found
 
+    runner_class.propose_draft_token_ids, Proposer.propose = faulty_propose_all, faulty_propose
+    Proposer._get_slot_mapping, Proposer.build_model_inputs_first_pass = faulty_mapping, faulty_inputs
+    Proposer._update_positions_dependent_metadata = faulty_update
+    if injector.fault == "draft_lost_write":
+        _install_lost_writes(now)
+
+
+def _install_lost_writes(now) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    store = CPUAttentionBackendImpl.do_kv_cache_update
+
     def faulty_store(impl, layer, key, value, kv_cache, slots):
         change = now(AT_STORE)
         return store(impl, layer, key, value, kv_cache, slots if change is None else change(slots))
 
     CPUAttentionBackendImpl.do_kv_cache_update = faulty_store
-    runner_class.propose_draft_token_ids, Proposer.propose = faulty_propose_all, faulty_propose
-    Proposer._get_slot_mapping, Proposer.build_model_inputs_first_pass = faulty_mapping, faulty_inputs
-    Proposer._update_positions_dependent_metadata = faulty_update
 
 
 class DraftFaults:

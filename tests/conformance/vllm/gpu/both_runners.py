@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from draft_faults import install_draft_faults
 from faults import Injector
 
 
@@ -16,6 +17,9 @@ def install_faults() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     injector = GpuInjector(fault, int(os.environ["CONFORMANCE_SEED"]))
+    if fault.startswith("draft"):
+        install_draft_faults(injector, GPUModelRunner)
+        return
     preprocess = GPUModelRunner._preprocess
 
     def faulty_preprocess(runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,10 @@ def engine_of(run: dict, **more: object) -> object:
     if run["ngram"]:
         drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
         options["speculative_config"] = drafts
+    if run["draft"]:
+        model = MODELS / ("eagle" if run["draft"] == "eagle" else run["model"])
+        drafts = {"method": run["draft"], "model": str(model), "num_speculative_tokens": 3}
+        options |= {"speculative_config": drafts, "max_num_batched_tokens": 64}
     if run["attention"]:
         options["attention_config"] = {"backend": run["attention"]}
     arguments = {

@@ -16,6 +16,7 @@ class GpuRun:
     asynchronous: bool = True
     blocks: int = 128
     ngram: bool = False
+    draft: str = ""  # how a draft model drafts
     attention: str = ""
     spawned: bool = False  # the engine core in a process of its own
     sweep: int = 0
@@ -31,6 +32,7 @@ class GpuRun:
 
 FULL, BOTH = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
 FAULTS = ("block_table", "slot_mapping", "token", "position", "kv_byte")
+DRAFT_FAULTS = ("draft_position", "draft_seq_lens", "draft_slot_mapping", "draft_table", "draft_token")
 SHAPES: dict[str, dict] = {
     "eager": {},
     "graphs": {"graph": FULL},
@@ -63,6 +65,20 @@ def _runs() -> tuple[GpuRun, ...]:
                 found.append(GpuRun(name=name, base="none", runner=runner, fault=fault, seed=number, **SHAPES[shape]))
     # n-gram drafts run on the V1 runner; what they accept changes nothing of the tokens.
     found.append(GpuRun(name="v1-ngram", base=PLAIN["llama"], runner="v1", asynchronous=False, ngram=True))
+    return (*found, *_drafts())
+
+
+def _drafts() -> tuple[GpuRun, ...]:
+    """Return the runs with draft models, whose forwards wait for the device."""
+    eagle = {"runner": "v1", "draft": "eagle"}
+    found = [GpuRun(name="v1-plain-eagle", asynchronous=False, **eagle)]
+    found.append(GpuRun(name="v1-eagle", base="v1-plain-eagle", asynchronous=False, **eagle))
+    for shape in ("eager", "graphs", "compiled", "eager-few-blocks", "graphs-hybrid"):
+        found.append(GpuRun(name=f"v1-eagle-{shape}", base="none", **eagle, **SHAPES[shape]))
+    found.append(GpuRun(name="v1-draft-model", base="none", runner="v1", draft="draft_model"))
+    found.append(GpuRun(name="v2-eagle", base="none", draft="eagle", graph=FULL))
+    for number, fault in enumerate(DRAFT_FAULTS, 2):
+        found.append(GpuRun(name=f"v1-eagle-{fault}", base="none", fault=fault, seed=number, **eagle))
     return tuple(found)
 
 
