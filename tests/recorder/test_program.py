@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcanary.recorder.cli import program
 from kvcanary.recorder.errors import printable_message
 
 START = """
@@ -139,3 +140,14 @@ def test_a_commands_own_code_goes_through(code):
     process = start(own(f"sys.exit({code})"))
     process.communicate()
     assert process.returncode == code
+
+
+def test_a_library_that_does_not_fit_the_address_space_is_named_with_the_way_out(monkeypatch, capsys):
+    said = "Could not find/load shared object file 'libllvmlite.so' from resource location: 'llvmlite.binding'."
+    monkeypatch.setattr(program.resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
+    assert program._report_error("kvcanary", OSError(said)) == 2
+    error = capsys.readouterr().err
+    assert "no room to load libllvmlite.so" in error and "1,024 MiB" in error and "ulimit -v unlimited" in error
+    monkeypatch.setattr(program.resource, "getrlimit", lambda _: (program.resource.RLIM_INFINITY,) * 2)
+    program._report_error("kvcanary", OSError(said))
+    assert "address space" not in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvcanary.analysis.hunt.coverage import PATHS, Coverage
+from kvcanary.analysis.hunt.run import RecordedRun
 from kvcanary.analysis.hunt.server import Asker, Server
 from kvcanary.analysis.hunt.workload import INGREDIENTS, Limits, Step, make_round, read_workload, write_workload
 from kvcanary.cli import main
@@ -185,6 +186,23 @@ def test_stops_at_the_first_incident_with_what_shows_it(tmp_path):
         assert wrong.exit_code == 2 and text in wrong.output
     again = run("hunt", "--script", "-o", tmp_path / "out", "--", "true")
     assert again.exit_code == 2 and "is not empty" in again.output
+
+
+def test_a_hunt_that_was_interrupted_guesses_no_other_cause(tmp_path, monkeypatch):
+    drive = RecordedRun.drive
+
+    def interrupted(self, steps, until):
+        drive(self, steps, until)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecordedRun, "drive", interrupted)
+    write_workload(tmp_path / "w.jsonl", STEPS)
+    once = ("hunt", "--workload", tmp_path / "w.jsonl", "--script", "-o")
+    silent = run(*once, tmp_path / "a", "--", "true")
+    assert silent.exit_code == 125 and "interrupted" in silent.output
+    assert "no Python program" not in silent.output, silent.output
+    clean = run(*once, tmp_path / "b", "--", *script(tmp_path, f"cp {CLEAN} $KVCANARY_TRACE/$$.arrow"))
+    assert clean.exit_code == 0 and "nothing found before that" in clean.output, clean.output
 
 
 def test_nothing_found_and_nothing_recorded_are_not_the_same(tmp_path):

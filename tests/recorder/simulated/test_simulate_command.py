@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvcanary.recorder.cli.simulate import simulate_command
+from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.engines.simulated.pools import KvPool
+from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.trace_file import TraceFile
 from kvcanary.replayer.run.replay import ReplaySettings, replay_joined
 
@@ -187,3 +189,19 @@ def test_too_little_memory_is_told_with_a_way_out(tmp_path, monkeypatch):
     result = run("-o", tmp_path / "t", *SMALL)
     assert result.exit_code == 2
     assert "Error: Unable to allocate 9 TiB: less memory is needed with a smaller --pool-tokens" in result.stderr
+
+
+def test_a_simulation_that_was_interrupted_says_so_in_its_trace(tmp_path, monkeypatch):
+    step, left = SimulatedEngine.step, iter(range(40))
+
+    def interrupted(self):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(SimulatedEngine, "step", interrupted)
+    done = CliRunner().invoke(simulate_command, ["-o", str(tmp_path / "t.arrow"), "--requests", "300"])
+    assert done.exit_code != 0 and "ends where it was interrupted" in done.output
+    with TraceReader(tmp_path / "t.arrow") as reader:
+        notes = [view.scalar("note") for batch in reader.stream() for view in batch if view.kind == "mark"]
+        assert reader.complete and notes[-1].startswith("interrupted: ")
