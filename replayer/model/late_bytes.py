@@ -1,6 +1,6 @@
 """Pools whose bytes stay in the file until somebody asks for them: a request's are few, and others' are most of a recording."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from ...recorder.trace.batch import EventView
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceReader
 from ...recorder.trace.schema import TIER_HOST
+
+_MANY_BYTES: Final = 1 << 20  # to write them to new memory twice takes longer than to read them
 
 
 class LateBytes(RecordedState):
@@ -70,6 +72,19 @@ class LateBytes(RecordedState):
                 if not in_order:
                     kv[some] = found
             starts[number, late] = -1
+
+    def copies(self, pool: GroupPool, slots: Int64Array) -> list[ByteArray]:
+        """Return the bytes of a group's slots, `[n, width]` by stream, as memory of one's own; many of one file do not go through the pool."""
+        starts, files = self._starts[pool.index], self._files[pool.index]
+        widths = [kv.shape[1] for kv in pool.pool.kv]
+        many = len(slots) * sum(widths) >= _MANY_BYTES
+        if not many or (files[slots] != files[slots[0]]).any() or (starts[:, slots] < 0).any():
+            self.fetch(pool, slots)
+            return [kv[slots] for kv in pool.pool.kv]
+        found = [np.empty((len(slots), width), np.uint8) for width in widths]
+        for number, one in enumerate(found):
+            _read(self._readers[files[slots[0]]], starts[number, slots], one)
+        return found
 
     def _store_bytes(self, steps: list[WriteStep], forward: Forward) -> None:
         view = self._view
@@ -139,7 +154,7 @@ def _inside(slots: Any, pool: GroupPool) -> Int64Array:
 
 
 def _read(reader: TraceReader, starts: Int64Array, found: ByteArray) -> None:
-    """Fill `found` `[n, width]` with the bytes from each place of a file on, ascending; those that follow one another are read at once."""
+    """Fill `found` `[n, width]` with the bytes from each place of a file on; those that follow one another are read at once."""
     width, flat = found.shape[1], found.reshape(-1).data
     cuts = np.flatnonzero(np.diff(starts) != width) + 1
     for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(starts)], strict=True):

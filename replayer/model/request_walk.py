@@ -212,8 +212,9 @@ class RequestWalk(LateBytes):
     ) -> None:
         if not len(positions):
             return
-        self.fetch(pool, slots)
-        writers, data = pool.last_writers(slots), [kv[slots] for kv in pool.pool.kv]
+        if not wrote:  # all of it will be read again
+            self.fetch(pool, slots)
+        writers, data = pool.last_writers(slots), self.copies(pool, slots)
         if wrote:
             writers[:] = forward.event, forward.forward, forward.request_ids[r]
         new = np.ones(len(slots), np.bool_)

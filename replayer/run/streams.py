@@ -20,7 +20,8 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import TraceReader
 
 Item = TypeVar("Item")
-_CHECKERS: Final = max(1, min(6, (os.cpu_count() or 1) - 1))  # one is for what is done meanwhile
+# More would hold up what is done meanwhile: they take Python's lock and memory's speed from it.
+_CHECKERS: Final = max(1, min(4, (os.cpu_count() or 1) - 1))
 _MOST_OPEN: Final = 16  # files of which bytes are left
 
 

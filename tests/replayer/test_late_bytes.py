@@ -11,6 +11,7 @@ from kvcanary.recorder.trace.batch import TraceBatch
 from kvcanary.recorder.trace.event import batch_metadata
 from kvcanary.recorder.trace.reader import TraceReader
 from kvcanary.recorder.writing.trace_file import TraceFile
+from kvcanary.replayer.model import late_bytes
 from kvcanary.replayer.model.request_walk import RequestWalk
 from kvcanary.replayer.model.rerun import _rerun, rerun
 from kvcanary.replayer.run import streams
@@ -26,6 +27,7 @@ MANY = [*sorted((DATA / "corpus").glob("*restored*.arrow")), *sorted((DATA / "co
 @pytest.fixture(autouse=True)
 def leave_all(monkeypatch):
     monkeypatch.setattr(decode, "_LEFT_BYTES", 1)
+    monkeypatch.setattr(late_bytes, "_MANY_BYTES", 1)
     monkeypatch.setattr(decode, "_PART_BYTES", 100)  # so that some are read in several parts
 
 
