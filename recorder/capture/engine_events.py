@@ -126,9 +126,9 @@ class EventRecording(Recording):
         self._put_all([allocation_rows(given, self._numbers, self._now())])
 
     @guarded
-    def slots_changed(self, changes: Sequence[SlotsChanged]) -> None:
-        """Say what `slots` says of many changes, in order, at once."""
-        self._put_all(change_rows(changes, self._numbers, self._now()))
+    def slots_changed(self, changes: Sequence[SlotsChanged], times_ns: Sequence[int] | None = None) -> None:
+        """Say what `slots` says of many changes, in order, at once; `times_ns` are when, if not now."""
+        self._put_all(change_rows(changes, times_ns or [self._now()] * len(changes), self._numbers))
 
     def slot_changed(self, change: SlotsChanged) -> None:
         """Say what `slots` says of one change."""

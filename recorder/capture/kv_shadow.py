@@ -98,9 +98,13 @@ class GroupKvShadow:
         """Store an accepted forward's written slots, `content[stream]` `[n, capture_bytes]`; the last write wins."""
         pool = self._tiers[TIER_POOL]
         inside = (slots >= 0) & (slots < pool.known.size)
-        for stream, rows in enumerate(content):
-            pool.content[stream][slots[inside]] = rows[inside]
-        pool.known[slots[inside]] = pool.sampled[slots[inside]] = 1
+        if not inside.all():
+            slots, content = slots[inside], [rows[inside] for rows in content]
+        for known, rows in zip(pool.content, content, strict=False):
+            known[slots] = rows
+        pool.known[slots] = 1
+        if pool.sampled is not pool.known:
+            pool.sampled[slots] = 1
 
     def known_bytes(self, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
         """Return those of the pool's slots whose bytes are known, and of each stream `[n, capture_bytes]`."""

@@ -153,7 +153,6 @@ class SlotsChanged(NamedTuple):
     row: int = -1
     status: AllocStatus = ALLOC_FRESH
     note: str = ""
-    time_ns: int = 0  # when, 0 for now
 
 
 class GivenOut(NamedTuple):
@@ -203,14 +202,15 @@ def _lens(begins: Int64Array, size: int) -> Int64Array:
     return lens
 
 
-def change_rows(changes: Sequence[SlotsChanged], numbers: SlotNumbers, time_ns: int) -> list[EventRows]:
+def change_rows(changes: Sequence[SlotsChanged], times_ns: Sequence[int], numbers: SlotNumbers) -> list[EventRows]:
     """Return changes in their order, those of a kind that follow one another together."""
     sizes = np.array([len(one.groups) * len(one.starts) for one in changes], np.int64)
     groups = np.array([group for one in changes for group in one.groups for _ in one.starts], np.int64)
     starts = np.array([start for one in changes for _ in one.groups for start in one.starts], np.int64)
     starts = numbers.runs(groups, starts)
-    told = [(one.each, one.row, one.request_id, one.time_ns or time_ns) for one in changes]
-    counts, rows, ids, times_ns = np.array(told, np.int64).reshape(-1, 4).T.copy()
+    told = [(one.each, one.row, one.request_id) for one in changes]
+    counts, rows, ids = np.array(told, np.int64).reshape(-1, 3).T.copy()
+    times = np.array(times_ns, np.int64)
     counts, found, first, at = np.repeat(counts, sizes), list[EventRows](), 0, 0
     for kind, several in itertools.groupby(changes, attrgetter("kind")):
         mine = list(several)
@@ -225,7 +225,7 @@ def change_rows(changes: Sequence[SlotsChanged], numbers: SlotNumbers, time_ns: 
         }
         if has_row.any():
             ints["req_pool_indices"] = (rows[of][has_row], has_row.astype(np.int64))
-        found.append(EventRows(kind=kind, times_ns=times_ns[of], scalars={"request_id": ids[of], **texts}, ints=ints))
+        found.append(EventRows(kind=kind, times_ns=times[of], scalars={"request_id": ids[of], **texts}, ints=ints))
     return found
 
 

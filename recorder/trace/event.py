@@ -1,6 +1,6 @@
 """Events on their way into a trace: what the recorder fills, and the record batches that the writer makes of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
@@ -175,9 +175,12 @@ def header_schema(header: TraceHeader) -> pa.Schema:
     return trace_schema().with_metadata({keys.HEADER_KEY: text, keys.HEADER_CRC_KEY: b"%d" % text_crc32c(text)})
 
 
-def encode_events(events: Sequence[AnyEvent], first_event: int, schema: pa.Schema) -> pa.RecordBatch:
+def encode_events(
+    events: Sequence[AnyEvent], first_event: int, schema: pa.Schema, breathe: Callable[[], None] = lambda: None
+) -> pa.RecordBatch:
     """Return one record batch of `events`, numbered from `first_event`; every event must have passed `problem()`. A
-    file's own schema may have more columns, of a newer minor version, or fewer, of an older one.
+    file's own schema may have more columns, of a newer minor version, or fewer, of an older one. `breathe` is called
+    between two events, and two columns: in an engine's process others have more urgent things to do.
     """
     count = num_rows(events)
     scalars: dict[str, Any] = {
@@ -188,6 +191,7 @@ def encode_events(events: Sequence[AnyEvent], first_event: int, schema: pa.Schem
     lists: dict[str, tuple[Int64Array, list[npt.NDArray[Any]]]] = {}  # how many each row has, and the values
     behind = 0
     for event in events:
+        breathe()
         row, behind = behind, behind + event.rows
         if isinstance(event, EventRows):
             _encode_rows(event, slice(row, behind), scalars, lists)
@@ -205,6 +209,7 @@ def encode_events(events: Sequence[AnyEvent], first_event: int, schema: pa.Schem
                 found[1].append(array)
     columns, nothing = [], (np.zeros(count, np.int64), list[npt.NDArray[Any]]())
     for column in schema:
+        breathe()
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             columns.append(_list_array(column, *lists.get(column.name, nothing)))
         elif pa.types.is_string(column.type):

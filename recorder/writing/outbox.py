@@ -16,7 +16,7 @@ from .writer import TraceWriter
 
 QUEUE_FULL = "the writer's queue was full, or an event was not fit for the trace"
 MAX_REQUESTS_KEPT = 1024
-HELD_BYTES = 1 << 18  # beyond it there is no use in waiting for more
+HELD_BYTES = 1 << 14  # beyond it there is no use in waiting for more
 BYTES_OF_A_RUN = 24  # in a loss event: its group, start and count
 HOST_TIER_LOST = "these slots were loaded back from an offload tier whose content was lost"
 

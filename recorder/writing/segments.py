@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -45,6 +45,7 @@ class SingleFile:
         self._engine_events = 0  # of them, the engine's own
         self._written_before = self._batches_before = 0  # in the segments before this one
         self.last_ns = header.created_ns  # the time of the last event
+        self.breathe: Callable[[], None] = lambda: None  # called often while a batch is encoded
         self.file = self._open(path, header, overwrite=overwrite)
 
     def _open(self, path: Path, header: TraceHeader, *, overwrite: bool = False) -> TraceFile:
@@ -93,7 +94,7 @@ class SingleFile:
         return self._put(events)
 
     def _put(self, events: Sequence[AnyEvent]) -> TraceBatch:
-        first_event, batch = self._events, encode_events(events, self._events, self._schema)
+        first_event, batch = self._events, encode_events(events, self._events, self._schema, self.breathe)
         self.file.write(batch, batch_metadata(batch, first_event, self._engine_events))
         self._events += batch.num_rows
         return TraceBatch(batch, first_event=first_event)

@@ -29,7 +29,7 @@ CHANGES = [
 
 
 def by_one(recorder: Any) -> None:
-    for kind, groups, starts, count, request, row, status, note, _ in CHANGES:
+    for kind, groups, starts, count, request, row, status, note in CHANGES:
         index = np.repeat(groups, len(starts))
         runs = np.tile(np.array(starts, np.int64), len(groups)), np.full(index.size, count)
         recorder.slots(kind, group=index, runs=runs, request_id=request, row=row, status=status, note=note)

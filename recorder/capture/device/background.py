@@ -4,7 +4,6 @@ Nobody wakes it step by step: a thread that is woken wants Python's lock, and ge
 a launch. It looks by itself, at about the moment when the engine has launched a forward and waits for an earlier one.
 """
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -12,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from .forward import FrameInFlight
+from .pauses import Pauses
 
 # When, what records it, and what that is called with: `(int, callable, *arguments)`. One object each, since all that
 # piles up here brings the next garbage collection of the engine's process nearer.
 Queued = tuple[Any, ...]
 
 FRAMES_LEFT_WAITING: Final = 2
-# Frames that are awaited and recorded at once, as far as they are there within the longest rest: one by one each would have
-# this thread wake up, ask the device and write a file, all with caches that have forgotten it.
-FRAMES_TOGETHER: Final = 8
+# Frames that are awaited and recorded at once, if it is known when the engine's thread waits: one by one each would have this
+# thread wake up, ask the device and write a file, all with caches that have forgotten it.
+FRAMES_TOGETHER: Final = 4
 ROOM_SHARE: Final = 4  # frames of so large a part of their room are not awaited
 MOST_TOGETHER: Final = 4_096  # things
 BEHIND: Final = 256  # things that have piled up meanwhile: no waiting for a better moment then
@@ -29,7 +29,7 @@ STILL_THERE_S: Final = 0.1
 
 AFTER_LAUNCH_NS: Final = 1_000_000  # by then the engine has launched what follows a forward
 SHORTEST_REST_NS: Final = 2_000_000
-LONGEST_REST_NS: Final = 50_000_000
+LONGEST_REST_NS: Final = 20_000_000
 LONGEST_FOR_ONE_NS: Final = 10_000_000  # frame that is awaited
 IDLE_NS: Final = 50_000_000  # nothing new for so long: what waits is recorded
 
@@ -50,18 +50,21 @@ class Background:
         on_look: Callable[[], None],
         on_death: Callable[[BaseException], None],
         room_words: int,
+        pauses: Pauses,
     ) -> None:
         self._begin, self._record, self._on_look, self._on_death = begin, record, on_look, on_death
         self._room_words = room_words
+        self._pauses = pauses
+        self.pace = pauses.pace()
+        self.pace.in_hurry = lambda: self._hurry or self._at_once
         self.queue: deque[FrameInFlight | Queued | None] = deque()
         self.asleep = False
-        self._gate = threading.Lock()  # held, but for the moment in which somebody wakes the thread
-        self._gate.acquire()
+        self._hurry = False  # something that was queued is to be recorded now
         # The thread's own.
         self._waiting: deque[FrameInFlight | Queued] = deque()
         self._frames = 0  # among those waiting
         self._newest_ns = 0  # when the newest frame's capture was launched
-        self._step_ns = 0  # between the two newest
+        self._step_ns = 0  # between two, of those that were last found in the queue
         self._together = 1  # frames that are awaited
         self._received_ns = 0  # when something was last found in the queue
         self._at_once = False
@@ -78,6 +81,7 @@ class Background:
     def put_at_once(self, item: Queued | None) -> None:
         """Queue something and have everything up to it recorded now; a time of `AT_ONCE` says so too."""
         self.queue.append(item)
+        self._hurry = True
         self.wake()
 
     def drain(self, timeout: float) -> bool:
@@ -99,13 +103,13 @@ class Background:
 
     def wake(self) -> None:
         """Have the thread look into the queue now."""
-        with contextlib.suppress(RuntimeError):  # somebody else was quicker
-            self._gate.release()
+        self.pace.wake()
 
     def _run(self) -> None:
         try:
             self._begin()
             while not self._all_queued or self._waiting:
+                self._hurry = False  # before the look: what is queued after it says so again
                 self._receive()
                 while self._is_due():
                     self._record_waiting()
@@ -124,19 +128,24 @@ class Background:
             self._received_ns = now
         elif now - self._received_ns >= IDLE_NS:
             self._at_once = True
+        newest: FrameInFlight | None = None
+        before = self._frames
         while self.queue:
             item = self.queue.popleft()
             if item is None:
                 self._all_queued = self._at_once = True
-                return
+                break
             self._waiting.append(item)
             if isinstance(item, FrameInFlight):
                 self._frames += 1
-                self._step_ns, self._newest_ns = item.launched_ns - self._newest_ns, item.launched_ns
-                fit = self._room_words // (ROOM_SHARE * max(item.layout.words, 1))
-                self._together = min(max(fit, 1), FRAMES_TOGETHER)
+                newest = item
             elif item[0] == AT_ONCE:
                 self._at_once = True
+        if newest is not None:
+            self._step_ns = (newest.launched_ns - self._newest_ns) // (self._frames - before)
+            self._newest_ns = newest.launched_ns
+            fit = self._room_words // (ROOM_SHARE * max(newest.layout.words, 1))
+            self._together = min(max(fit, 1), FRAMES_TOGETHER) if self._pauses.known else 1
 
     def _is_due(self) -> bool:
         return bool(self._waiting) and (self._frames > FRAMES_LEFT_WAITING or self._at_once)
@@ -157,10 +166,14 @@ class Background:
         if not self._waiting and now - self._received_ns >= IDLE_NS:
             self.asleep = True
             if not self.queue:  # else it came before anybody could know that this thread has to be woken
-                self._gate.acquire()
+                self.pace.sleep()
             self.asleep = False
             return
-        moment = self._newest_ns + max(self._together * self._step_ns, SHORTEST_REST_NS) + AFTER_LAUNCH_NS
-        longest = min(self._together * LONGEST_FOR_ONE_NS, LONGEST_REST_NS)
-        rest = min(max(moment - now, SHORTEST_REST_NS), longest)
-        self._gate.acquire(timeout=rest / 1e9)
+        if self._pauses.known:
+            others = self._newest_ns + (self._together - 1) * self._step_ns
+            rest = min(max(others - now, SHORTEST_REST_NS), self._together * LONGEST_FOR_ONE_NS)
+            if not self.pace.sleep(rest / 1e9):
+                self.pace.await_pause()
+            return
+        moment = self._newest_ns + max(self._step_ns, SHORTEST_REST_NS) + AFTER_LAUNCH_NS
+        self.pace.sleep(min(max(moment - now, SHORTEST_REST_NS), LONGEST_REST_NS) / 1e9)

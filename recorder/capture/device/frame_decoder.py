@@ -33,15 +33,16 @@ class _Ahead(NamedTuple):
     chosen: Int64Array  # [n] places of those with tokens
     sources: list[TokenSource]  # n
     starts: Int64Array  # [n] first position of the tokens found
-    counts: Int64Array  # [n]
-    found: Int64Array  # [sum(counts)]
+    ends: Int64Array  # [n] behind the last
+    before: Int64Array  # [n] where a request's tokens begin in `found`, less `starts`
+    found: Int64Array
 
     def tokens(self, starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
         """As `tokens_of` the sources."""
-        skipped, counts = starts - self.starts, np.maximum(stops - starts, 0)
-        if (skipped < 0).any() or (skipped + counts > self.counts).any():
+        if (starts < self.starts).any() or (stops > self.ends).any():
             return tokens_of(self.sources, starts, stops)
-        return self.found[ragged_index(np.cumsum(self.counts) - self.counts + skipped, counts)], counts
+        counts, first = np.maximum(stops - starts, 0), self.before + starts
+        return self.found[first if (counts == 1).all() else ragged_index(first, counts)], counts
 
 
 class RecordedTruth:
@@ -85,10 +86,13 @@ class RecordedTruth:
         starts[starts > had] = 0
         found, counts = ahead.tokens(starts, stops)
         fewer = starts + counts < stops  # they no longer have so many
-        truth_lens[chosen[fewer]] = (starts + counts)[fewer]
+        if fewer.any():
+            truth_lens[chosen[fewer]] = (starts + counts)[fewer]
         self._counts[where] = truth_lens[chosen]
-        new = counts > 0
-        return truth_columns(truth_lens, RowRuns(where[new], starts[new], counts[new], found))
+        runs = RowRuns(where, starts, counts, found)
+        if not counts.all():
+            runs = RowRuns(where[counts > 0], starts[counts > 0], counts[counts > 0], found)
+        return truth_columns(truth_lens, runs)
 
     def _look_ahead(self, rows: Int64Array, truth: Sequence[TokenSource], lens: Any, last_lens: Any) -> _Ahead:
         rows_there, width = self._counts.size, 0 if self._table is None else self._table.width
@@ -103,7 +107,8 @@ class RecordedTruth:
         starts = self._counts[rows[chosen]]
         starts[starts > np.asarray(lens, np.int64)[chosen]] = 0
         found, counts = tokens_of(sources, starts, np.minimum(np.asarray(last_lens, np.int64)[chosen], width))
-        return _Ahead(truth, rows.tobytes(), chosen, sources, starts, counts, found)
+        before = np.cumsum(counts) - counts - starts
+        return _Ahead(truth, rows.tobytes(), chosen, sources, starts, starts + counts, before, found)
 
     def forget(self) -> None:
         """Record everything anew."""
@@ -191,6 +196,7 @@ class FrameDecoder:
         # They do not; the trace says that nothing before is to be relied on, and has had no forward since.
         self.loss_recorded = False
         self.before_each: Callable[[CopiedForward], None] = lambda _: None
+        self.breathe: Callable[[], None] = lambda: None  # called often
         self.reader = FrameReader(capture)
         self.fetched: deque[Fetched] = deque()  # frames that are complete, in order
         self._recorder = recorder
@@ -209,6 +215,7 @@ class FrameDecoder:
     def fetch(self, frames: Sequence[FrameInFlight]) -> int:
         """Wait until the first of the frames in flight is complete, and fetch it and what else is; return how many."""
         self.fetched.extend(found := self.reader.fetch(frames))
+        self.breathe()
         return len(found)
 
     def decode(self, in_flight: FrameInFlight, time_ns: int) -> None:
@@ -217,6 +224,7 @@ class FrameDecoder:
             frame = self.reader.read(self.fetched.popleft(), time_ns)
         finally:
             self._capture.release(in_flight)
+        self.breathe()
         for (record, _), values in zip(in_flight.carried, frame.carried, strict=True):
             record(values)
         if in_flight.fresh:
@@ -274,6 +282,7 @@ class FrameDecoder:
             chosen = truth if truth is None or places is None else [truth[r] for r in places]
             own = lens if places is None else lens[places]
             one.changes |= self._truth.changes(one.rows, chosen, own, last_lens=last_lens)
+            self.breathe()
             self.before_each(one)
             if not self._recorder.put_captured(one, content):
                 return False

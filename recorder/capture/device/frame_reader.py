@@ -219,6 +219,8 @@ def _without_padding(in_flight: FrameInFlight, rows: Int64Array) -> tuple[int, i
 
 
 def _carried(in_flight: FrameInFlight, fixed: Int64Array) -> list[Int64Array]:
+    if not in_flight.carried:
+        return []
     counts = [count for _, count in in_flight.carried]
     places = np.cumsum([in_flight.layout.carried_at, *counts])
     return [fixed[at : at + count] for at, count in zip(places.tolist(), counts, strict=False)]

@@ -35,6 +35,7 @@ from .capture import DeviceCapture
 from .forward import DeviceForward, FrameInFlight
 from .frame_decoder import FrameDecoder
 from .host_copy import HostCopy, HostRoom
+from .pauses import Pauses
 from .shadows import DeviceShadows
 
 logger = logging.getLogger("kvcanary")
@@ -142,14 +143,20 @@ class DeviceRecorder:
             self._clock_ahead_ns = self.recorder.clock() - perf_counter_ns()
             self._latest_ns = 0  # our thread's
             self._changes: list[SlotsChanged] = []
+            self._change_times_ns: list[int] = []
             _in_this_process.add(self)
+            # When the engine's thread waits for the device, if its adapter says so.
+            self.pauses = Pauses()
             self._background = Background(
                 begin=self._decoder.reader.use_device,
                 record=self._record,
                 on_look=self._check,
                 on_death=self._died,
                 room_words=int(self._capture.frames.shape[0]),
+                pauses=self.pauses,
             )
+            self._breathe = self._decoder.breathe = self._background.pace.breathe
+            self.recorder.outbox.writer.file.breathe = self.pauses.pace().breathe
             self._queue = self._background.queue
             self._capture.deliver = self._background.put
             self._capture.on_no_room = functools.partial(
@@ -375,6 +382,8 @@ class DeviceRecorder:
             with self.recorder.together():
                 while left and self._can_record(left[0]):
                     self._record_one(left.popleft())
+                    self._breathe()
+            self._breathe()
             if left and isinstance(left[0], FrameInFlight):
                 del frames[: self._decoder.fetch(frames)]
             elif left:
@@ -390,7 +399,8 @@ class DeviceRecorder:
         if queued_ns != AT_ONCE:
             self._latest_ns = max(self._latest_ns, queued_ns + self._clock_ahead_ns)
         if not isinstance(item, FrameInFlight) and item[1] is _slots_changed:
-            self._changes.append(item[2]._replace(time_ns=self._latest_ns))
+            self._changes.append(item[2])
+            self._change_times_ns.append(self._latest_ns)
             return
         self._record_changes()
         self.recorder.moment = self._latest_ns if queued_ns != AT_ONCE else 0
@@ -404,10 +414,11 @@ class DeviceRecorder:
     def _record_changes(self) -> None:
         """Record the changes of slots that wait for others to follow."""
         if self._changes:
-            changes, self._changes = self._changes, []
-            self.recorder.moment = changes[0].time_ns
+            changes, times_ns = self._changes, self._change_times_ns
+            self._changes, self._change_times_ns = [], []
+            self.recorder.moment = times_ns[0]
             self._decoder.record_due_loss()
-            self.recorder.slots_changed(changes)
+            self.recorder.slots_changed(changes, times_ns)
             self.recorder.moment = 0
 
     def _check(self) -> None:

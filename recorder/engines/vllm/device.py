@@ -4,7 +4,9 @@ A step's block tables and slot mappings are the runner's own buffers, which atte
 graphs too; whether they do is looked at in each step. What the host knows of a step goes to the device beside them.
 """
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +176,21 @@ class DeviceSteps:
         for prefix, minus in ((longs[:1], None), (ints[:1], longs[:1])):
             given = ModelInput(rows=longs[:1], prefix=prefix, minus=minus, extend=longs[:1], **tokens)
             self._recorder.capture.prepare_for(given, lens)
+
+    def waiting(self, get_output: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the engine's that waits for a step, so that our threads know of it where the engine's own waits."""
+        pauses, capture = self._recorder.pauses, self._recorder.capture
+
+        @functools.wraps(get_output)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == capture.engine_thread:
+                pauses.begin()
+            try:
+                return get_output(*args, **kwargs)
+            finally:
+                pauses.end()
+
+        return wait
 
     def goes_on(self, step: DeviceStep) -> bool:
         """Say whether a step decodes the requests of the last one, of which nothing else has changed."""

@@ -20,7 +20,7 @@ from ...trace.header import TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_often
+from ..common.hooking import Around, EngineError, OnFault, Wraps, around, put_in_place, while_true, wrap_often
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
@@ -361,6 +361,8 @@ class VllmRecording:
         if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
             self.sampled(forwards, result)
             return
+        if self.on_device is not None and callable(getattr(result, "get_output", None)):
+            put_in_place(result, "get_output", self.on_device.waiting(result.get_output))
         wrap_often(result, "get_output", functools.partial(self.sampled, forwards), on_fault)
 
     def sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:
