@@ -44,6 +44,12 @@ class Pauses:
         """Say that it goes on."""
         self.open = False
 
+    def stop(self) -> None:
+        """Have nobody wait for another pause: the recording ends."""
+        self.known = False
+        for pace in self._paces:
+            pace.wake()
+
 
 class Pace:
     """How one of our threads keeps to the pauses; `in_hurry` says that somebody waits for it, who comes first."""

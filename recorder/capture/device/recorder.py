@@ -321,6 +321,7 @@ class DeviceRecorder:
         elif pending is not None:  # only the engine's own thread knows its stream
             self.mark(f"the recording ended during forward {pending.number}")
         self._capture.off = True
+        self.pauses.stop()
         self._background.put_at_once(None)
         end = time.monotonic() + timeout
         if not self._background.join(timeout):
@@ -331,6 +332,7 @@ class DeviceRecorder:
     def switch_off(self, reason: str, error: BaseException | None = None) -> None:
         """Stop recording for good and say so in the log and the trace."""
         self._capture.off = True
+        self.pauses.stop()
         self._background.put_at_once((AT_ONCE, self.recorder.switch_off, reason, error))
         self._background.put_at_once(None)
 
