@@ -11,7 +11,6 @@ import logging
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
@@ -30,12 +29,13 @@ from ..recorder import Recorder
 from ..recording import beginning
 from ..recurrent import StateChange
 from ..slot_numbers import SlotsChanged
-from .background import AT_ONCE, Background, Queued
+from .background import AT_ONCE, Background
 from .capture import DeviceCapture
-from .forward import DeviceForward, FrameInFlight
+from .forward import DeviceForward
 from .frame_decoder import FrameDecoder
 from .host_copy import HostCopy, HostRoom
 from .pauses import Pauses
+from .queued import QueuedRecording, slots_changed
 from .shadows import DeviceShadows
 
 logger = logging.getLogger("kvcanary")
@@ -55,10 +55,6 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 def _record_with(record: Callable[..., Any], values: HostCopy, *args: Any) -> None:
     record(values.read(), *args)
-
-
-def _slots_changed(_: SlotsChanged) -> None:
-    """What is queued with a change of slots."""
 
 
 _P = ParamSpec("_P")
@@ -140,22 +136,19 @@ class DeviceRecorder:
             self._room = HostRoom()
             self._foreign = False
             self._engine_thread_ns = 0
-            self._clock_ahead_ns = self.recorder.clock() - perf_counter_ns()
-            self._latest_ns = 0  # our thread's
-            self._changes: list[SlotsChanged] = []
-            self._change_times_ns: list[int] = []
+            self._queued = QueuedRecording(self.recorder, self._decoder)
             _in_this_process.add(self)
             # When the engine's thread waits for the device, if its adapter says so.
             self.pauses = Pauses()
             self._background = Background(
                 begin=self._decoder.reader.use_device,
-                record=self._record,
+                record=self._queued.record,
                 on_look=self._check,
                 on_death=self._died,
                 room_words=int(self._capture.frames.shape[0]),
                 pauses=self.pauses,
             )
-            self._breathe = self._decoder.breathe = self._background.pace.breathe
+            self._decoder.breathe = self._background.pace.breathe
             self.recorder.outbox.writer.file.breathe = self.pauses.pace().breathe
             self._queue = self._background.queue
             self._capture.deliver = self._background.put
@@ -233,7 +226,7 @@ class DeviceRecorder:
 
     def slot_changed(self, change: SlotsChanged) -> None:
         """As `Recorder.slot_changed`; those that follow one another are recorded at once."""
-        self.later(_slots_changed, change)
+        self.later(slots_changed, change)
 
     mark = recorded_later(Recorder.mark)
     freeze = recorded_later(Recorder.freeze)
@@ -376,55 +369,8 @@ class DeviceRecorder:
 
     # Our own thread.
 
-    def _record(self, items: Sequence[FrameInFlight | Queued]) -> None:
-        """Record things in order, their frames read and their events written many at once."""
-        frames = [item for item in items if isinstance(item, FrameInFlight)]
-        left = deque(items)
-        while left:
-            with self.recorder.together():
-                while left and self._can_record(left[0]):
-                    self._record_one(left.popleft())
-                    self._breathe()
-            self._breathe()
-            if left and isinstance(left[0], FrameInFlight):
-                del frames[: self._decoder.fetch(frames)]
-            elif left:
-                self._record_one(left.popleft())
-
-    def _can_record(self, item: FrameInFlight | Queued) -> bool:
-        """Say whether a thing can be recorded together with others: for some, others wait until all before is written."""
-        return bool(self._decoder.fetched) if isinstance(item, FrameInFlight) else item[0] != AT_ONCE
-
-    def _record_one(self, item: FrameInFlight | Queued) -> None:
-        queued_ns = item.launched_ns if isinstance(item, FrameInFlight) else item[0]
-        # What happened during a forward was queued after its beginning, but comes before it.
-        if queued_ns != AT_ONCE:
-            self._latest_ns = max(self._latest_ns, queued_ns + self._clock_ahead_ns)
-        if not isinstance(item, FrameInFlight) and item[1] is _slots_changed:
-            self._changes.append(item[2])
-            self._change_times_ns.append(self._latest_ns)
-            return
-        self._record_changes()
-        self.recorder.moment = self._latest_ns if queued_ns != AT_ONCE else 0
-        if isinstance(item, FrameInFlight):
-            self._decoder.decode(item, self._latest_ns)
-        else:
-            self._decoder.record_due_loss()
-            item[1](*item[2:])
-        self.recorder.moment = 0
-
-    def _record_changes(self) -> None:
-        """Record the changes of slots that wait for others to follow."""
-        if self._changes:
-            changes, times_ns = self._changes, self._change_times_ns
-            self._changes, self._change_times_ns = [], []
-            self.recorder.moment = times_ns[0]
-            self._decoder.record_due_loss()
-            self.recorder.slots_changed(changes, times_ns)
-            self.recorder.moment = 0
-
     def _check(self) -> None:
-        self._record_changes()
+        self._queued.record_changes()
         if self.recorder.off:
             self._capture.off = True
 

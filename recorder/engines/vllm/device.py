@@ -6,7 +6,7 @@ graphs too; whether they do is looked at in each step. What the host knows of a 
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ....kernels.arrays import Int64Array
 from ....kernels.capture.frames import AttentionLens, EngineTable, ModelInput
 from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
 from ...capture.device.recorder import DeviceRecorder
+from ..common.hooking import put_in_place
 from ..common.requests import TokenList, mode_by_lens
 from .layout import VllmGroup, VllmLayout, fed_otherwise
 from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
@@ -177,11 +178,11 @@ class DeviceSteps:
             given = ModelInput(rows=longs[:1], prefix=prefix, minus=minus, extend=longs[:1], **tokens)
             self._recorder.capture.prepare_for(given, lens)
 
-    def waiting(self, get_output: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the engine's that waits for a step, so that our threads know of it where the engine's own waits."""
+    def tell_of_waits(self, result: Any) -> None:
+        """Have the recorder's threads know when the engine's own thread waits for a step's result."""
         pauses, capture = self._recorder.pauses, self._recorder.capture
+        get_output: Any = getattr(result, "get_output", None)
 
-        @functools.wraps(get_output)
         def wait(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == capture.engine_thread:
                 pauses.begin()
@@ -190,7 +191,8 @@ class DeviceSteps:
             finally:
                 pauses.end()
 
-        return wait
+        if callable(get_output):
+            put_in_place(result, "get_output", functools.update_wrapper(wait, get_output))
 
     def goes_on(self, step: DeviceStep) -> bool:
         """Say whether a step decodes the requests of the last one, of which nothing else has changed."""

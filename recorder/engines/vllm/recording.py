@@ -20,7 +20,7 @@ from ...trace.header import TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, EngineError, OnFault, Wraps, around, put_in_place, while_true, wrap_often
+from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_often
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
@@ -93,8 +93,7 @@ class VllmRecording:
         self.drafts = DraftForwards(runner, layout, recorder, self.requests)
         self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
         self.output: Any = None  # the scheduler's, of the step that is being executed
-        self._step = 0
-        self._open = False
+        self._step, self._open = 0, False
         self.forwards: list[tuple[int, tuple[str, ...]]] = []  # of the step, begun so far
         self._now: Step | None = None
         self._logprobs = StepLogprobs(runner)
@@ -158,8 +157,7 @@ class VllmRecording:
 
     def begin_step(self, runner: Any, output: Any) -> None:
         """Record what the scheduler says of a step's requests."""
-        self.output = output
-        self._step += 1
+        self.output, self._step = output, self._step + 1
         self.forwards, self._later = [], []
         gone = getattr(output, "preempted_req_ids", None) or ()
         if self.history is None:  # else the scheduler's own functions have said it, in time
@@ -361,8 +359,8 @@ class VllmRecording:
         if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
             self.sampled(forwards, result)
             return
-        if self.on_device is not None and callable(getattr(result, "get_output", None)):
-            put_in_place(result, "get_output", self.on_device.waiting(result.get_output))
+        if self.on_device is not None:
+            self.on_device.tell_of_waits(result)
         wrap_often(result, "get_output", functools.partial(self.sampled, forwards), on_fault)
 
     def sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:

@@ -85,7 +85,9 @@ def test_several_frames_are_fetched_and_written_at_once(engine, monkeypatch):
     monkeypatch.setattr(FrameReader, "fetch", lambda self, frames: fetched.append(fetch(self, frames)) or fetched[-1])
     writer, written = engine.device.recorder.outbox.writer, []
     append = writer.append
-    monkeypatch.setattr(writer, "append", lambda *events, **more: written.append(len(events)) or append(*events, **more))
+    monkeypatch.setattr(
+        writer, "append", lambda *events, **more: written.append(len(events)) or append(*events, **more)
+    )
     gate = engine.hold_frames()
     engine.device.pauses.begin()
     decode(engine, 12)
