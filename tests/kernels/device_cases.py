@@ -1,6 +1,6 @@
 """Random inputs for the device kernels, hostile ones among them, and the same launch on arrays and on tensors.
 
-Loaded by path from `test_device_kernels.py` (in Triton's interpreter) and `gpu/test_on_gpu.py` (on a GPU).
+Used by `test_device_kernels.py` (in Triton's interpreter) and `gpu/test_on_gpu.py` (on a GPU).
 """
 
 from dataclasses import replace

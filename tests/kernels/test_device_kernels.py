@@ -3,7 +3,6 @@
 On a GPU the same cases run by the thousand: `pytest tests/kernels/gpu`.
 """
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -21,22 +20,10 @@ from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify
 from kvcanary.kernels.ops.violation_log import ViolationLog
 from kvcanary.kernels.ops.write import triton as write_triton
 
+from . import device_cases, token_row_cases
+
 KINDS = [("none",), ("partial",), ("all",), ("several",), ("pairs", "none"), ("none", "none", "partial", "all")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def load_cases(name: str) -> Any:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"kvcanary_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-CASES = load_cases("device_cases")
-TOKEN_ROW_CASES = load_cases("token_row_cases")
 SEEDS = st.integers(0, 1 << 30)
 # The interpreter takes most of a second for one; a fuzz run asks for more, and on a GPU there are thousands.
 EXAMPLES = settings().max_examples // 8
@@ -45,13 +32,13 @@ EXAMPLES = settings().max_examples // 8
 @settings(max_examples=EXAMPLES)
 @given(SEEDS, st.sampled_from(KINDS))
 def test_plan_and_verify(seed: int, kinds: Any) -> None:
-    CASES.check_plan_verify(seed, DEVICE, scale=4, kinds=kinds)
+    device_cases.check_plan_verify(seed, DEVICE, scale=4, kinds=kinds)
 
 
 @settings(max_examples=EXAMPLES)
 @given(SEEDS, st.sampled_from(KINDS))
 def test_write_of_few_tokens(seed: int, kinds: Any) -> None:
-    CASES.check_write(seed, DEVICE, scale=1, kinds=kinds)
+    device_cases.check_write(seed, DEVICE, scale=1, kinds=kinds)
 
 
 @settings(max_examples=EXAMPLES // 2)
@@ -59,7 +46,7 @@ def test_write_of_few_tokens(seed: int, kinds: Any) -> None:
 def test_write_of_many_tokens(seed: int, kinds: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_triton, "FEW_TOKENS", -1)
-        CASES.check_write(seed, DEVICE, scale=1, kinds=kinds)
+        device_cases.check_write(seed, DEVICE, scale=1, kinds=kinds)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which tells of NaN
@@ -68,13 +55,13 @@ def test_write_of_many_tokens(seed: int, kinds: Any) -> None:
 @example(63)  # whole heads, of which few seeds have any: with what bfloat16 makes of them, and without
 @example(139)
 def test_token_rows(seed: int) -> None:
-    TOKEN_ROW_CASES.check_token_rows(seed, DEVICE, scale=2)
+    token_row_cases.check_token_rows(seed, DEVICE, scale=2)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", [15, 41, 58, 66, 76])
 def test_whole_heads_of_one_byte_that_storing_does_not_change(seed: int) -> None:
-    TOKEN_ROW_CASES.check_token_rows(seed, DEVICE, scale=2, exact=True)
+    token_row_cases.check_token_rows(seed, DEVICE, scale=2, exact=True)
 
 
 # The prefix sums go over 512 requests at a time.
@@ -99,17 +86,17 @@ def test_a_batch_of_one_request_more_than_a_plan_has_room_for(bs: int) -> None:
             backend=side.backend,
         )
 
-    CASES.both(run, DEVICE)
+    device_cases.both(run, DEVICE)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_scatter_fold_and_write_plan(seed: int) -> None:
-    CASES.check_small_ops(seed, DEVICE, scale=1)
+    device_cases.check_small_ops(seed, DEVICE, scale=1)
 
 
 def clean_batch(device: str | None, tokens: int, slots: Any) -> tuple[Any, Any]:
     """One request's buffer and how to write `tokens` tokens into it."""
-    side = CASES.Side(device)
+    side = device_cases.Side(device)
     buffer = CanaryBuffer(
         canary=side.given(np.zeros((400, 32), np.uint8)),
         tag=0,
@@ -154,7 +141,7 @@ def test_a_chain_of_whole_tiles(tokens: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_caller_hears_of_other_shapes() -> None:
-    side = CASES.Side(DEVICE)
+    side = device_cases.Side(DEVICE)
     log = side.log(1, 0)
     fields = {
         "tag": 0,

@@ -1,6 +1,5 @@
-"""Random rows for the comparison with a table of tokens; loaded by path, as and behind `device_cases.py`."""
+"""Random rows for the comparison with a table of tokens."""
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,7 @@ import torch
 from kvcanary.kernels.ops.token_rows.encoding import ITEM_BYTES
 from kvcanary.kernels.ops.token_rows.reference import Encoding, TokenTable, Turns, token_rows
 
-_cases: Any = sys.modules["kvcanary_device_cases"]
-Side, both = _cases.Side, _cases.both
+from .device_cases import both
 
 
 def check_token_rows(seed: int, device: str, *, scale: int, exact: bool = False) -> None:

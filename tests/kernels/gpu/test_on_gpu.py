@@ -16,6 +16,8 @@ from kvcanary.kernels.ops.plan.reference import WritePlan
 from kvcanary.kernels.ops.plan_verify.reference import CanaryBuffer, plan_verify, write_shared
 from kvcanary.kernels.ops.write import triton as write_triton
 
+from .. import device_cases, token_row_cases
+
 KINDS = [("none",), ("partial",), ("all",), ("several",), ("pairs", "none"), ("none", "none", "partial", "all")]
 
 
@@ -26,38 +28,38 @@ def gpu() -> None:
 
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("part", range(4))
-def test_plan_and_verify(device_cases: Any, gpu_cases: int, kinds: Any, part: int) -> None:
+def test_plan_and_verify(gpu_cases: int, kinds: Any, part: int) -> None:
     for seed in range(part, 4 * gpu_cases, 4):
         device_cases.check_plan_verify(seed, "cuda", scale=20, kinds=kinds)
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_write_of_few_tokens(device_cases: Any, gpu_cases: int, kinds: Any) -> None:
+def test_write_of_few_tokens(gpu_cases: int, kinds: Any) -> None:
     for seed in range(gpu_cases):
         device_cases.check_write(seed, "cuda", scale=1, kinds=kinds)
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_write_of_many_tokens(device_cases: Any, gpu_cases: int, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_of_many_tokens(gpu_cases: int, kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_triton, "FEW_TOKENS", -1)
     for seed in range(gpu_cases):
         device_cases.check_write(seed, "cuda", scale=20, kinds=kinds)
 
 
-def test_scatter_fold_and_write_plan(device_cases: Any, gpu_cases: int) -> None:
+def test_scatter_fold_and_write_plan(gpu_cases: int) -> None:
     for seed in range(2 * gpu_cases):
         device_cases.check_small_ops(seed, "cuda", scale=40)
 
 
 @pytest.mark.parametrize("part", range(8))  # nearly each is a form of its own, and to compile one takes a second
-def test_token_rows(token_row_cases: Any, gpu_cases: int, part: int) -> None:
+def test_token_rows(gpu_cases: int, part: int) -> None:
     for seed in range(part, 4 * gpu_cases, 8):
         token_row_cases.check_token_rows(seed, "cuda", scale=40)
 
 
 @pytest.mark.parametrize("mode", [KvHashMode.PARTIAL, KvHashMode.ALL])
 @pytest.mark.parametrize("damaged", [0, 1, 3000])
-def test_a_large_batch(device_cases: Any, mode: KvHashMode, damaged: int) -> None:
+def test_a_large_batch(mode: KvHashMode, damaged: int) -> None:
     """40 requests of up to 20,000 tokens, shuffled slots: written by both sides, damaged, verified by both."""
     rng = np.random.default_rng(int(mode) + damaged)
     lens = rng.integers(0, 20_000, 40)
