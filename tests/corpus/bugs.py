@@ -17,6 +17,7 @@ ROUNDS = (
     "sixth_round",
     "seventh_round",
     "eighth_round",
+    "ninth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
