@@ -19,6 +19,7 @@ POSSIBLE: Final = 0.65
 # Below this nothing is said to be known; what is likely by the evidence alone; what cannot be excluded.
 KNOWN: Final = 0.45
 ONLY_LIKELY: Final = 0.5
+EXCLUDED: Final = 0.4
 REMAINS: Final = 0.25
 
 
@@ -152,7 +153,13 @@ def _filled(cluster: Cluster, sign: Sign, held: Held) -> Filled:
         return Filled.ITSELF if here else Filled.ITSELF_ELSEWHERE
     joined = cluster.last(sign, "shared", "cached")
     as_cached = held is Held.JOINED and joined is not None and filled.event < joined.event
-    return Filled.AS_CACHED if as_cached else Filled.OTHER
+    # Whoever only joined it had nothing to write there.
+    had = next((f for f in reversed(cluster.history(sign)) if _comes_to(f, filled)), None)
+    return Filled.AS_CACHED if as_cached and (had is None or had.what == "alloc") else Filled.OTHER
+
+
+def _comes_to(fact: Fact, filled: Fact) -> bool:
+    return fact.request_id == filled.request_id and fact.event <= filled.event and fact.what in ("alloc", "shared")
 
 
 _HOLDS: Final = (Held.OWN, Held.JOINED, Held.TWICE, Held.JOINED_GONE)
@@ -185,13 +192,21 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     head, sign = cluster.head, seen.sign
     kinds = {s.kind for s in head} - {""}
     content = any(s.bits & CONTENT for s in head)
-    if "row_reassigned" in kinds or any((s.event, s.request_id) in cluster.facts.strayed for s in head):
+    if ("row_reassigned" in kinds and not twice_in_batch(cluster)) or any(
+        (s.event, s.request_id) in cluster.facts.strayed for s in head
+    ):
         return Likely("table", ("row_reassigned_in_flight",))
     if "swa_mapping_stale" in kinds:
         missing = any(s.cause == "swa_slot_missing" for s in head)
-        lost = {Held.EVICTED: ("eviction_of_locked_page",), Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early")}
+        lost = {
+            Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one"),
+            Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early"),
+        }
         gone = Likely("allocation", lost.get(seen.held, ("swa_window_off_by_one",)))
         return gone if missing else Likely("table", ("stale_swa_mapping",))
+    given, remapped = cluster.last(sign, "alloc"), cluster.last(sign, "remapped")
+    if remapped is not None and (given is None or remapped.event > given.event):
+        return Likely("table", ("stale_swa_mapping",))
     fed = {(s.stored_token, s.expected_token) for s in head if s.kind == "input_not_sampled"}
     if any(token != own and (own, token) in fed for token, own in fed):
         return Likely("input", ("next_token_swap",))  # two requests were fed one another's
@@ -203,6 +218,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely(cluster.first.branch)
     if any(skipped(cluster, s) for s in head):
         return Likely("input", _POSITIONS)
+    if seen.fed and not content and not kinds & _OF_SLOTS:
+        return Likely("input", _POSITIONS if seen.positions else ())
     if misplaced(cluster, sign) > 1:
         return Likely("table", ("req_to_token", "slot_mapping"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
@@ -213,8 +230,6 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("allocation", _ALLOCATION[seen.held])
     if "slot_written_twice" in kinds and seen.held is Held.OWN and not content and not seen.off_row:
         return Likely("allocation", ("page_given_twice", "slot_mapping"))
-    if seen.fed and not content:
-        return Likely("input", _POSITIONS if seen.positions else ())
     moved = row_moved(cluster, sign)
     looked = cluster.finding("attention_slots")
     if looked is not None and not (moved and _anothers(cluster, sign)):
@@ -256,9 +271,21 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("resume_overwrites_tail", "req_to_token", "slot_mapping"))
     if seen.elsewhere and not seen.retracted and seen.filled is not Filled.LOAD:
         return Likely("write", ("slot_mapping", "req_to_token"))
+    if seen.held is Held.JOINED and seen.filled is Filled.OTHER:
+        return Likely("allocation", ("page_given_twice", "shared_page_written", "free_too_early"))
+    if sign.kind == "hit_never_written" and seen.filled is Filled.ITSELF:  # another is writing it now
+        return Likely("write", ("shared_page_written", "page_given_twice", "slot_mapping"))
     if seen.filled is Filled.ITSELF:
         return Likely("input", _POSITIONS if seen.positions else ("async_resume_wrong_input", "future_map_overrun"))
     return _CONTENT.get(seen.filled, Likely(sign.branch))
+
+
+def twice_in_batch(cluster: Cluster) -> bool:
+    """Whether a request is in a batch twice: it wrote a slot two times, and nobody else did."""
+    doubled = cluster.finding("slot_written_twice")
+    history = cluster.history(doubled) if doubled is not None else []
+    wrote = [fact.request_id for fact in history if (fact.event, fact.what) == (cluster.first.event, "written")]
+    return doubled is not None and wrote == [doubled.request_id] * 2
 
 
 def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
@@ -382,11 +409,11 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
 
 
 def judged_again(kind: str, branch: str, of: Diagnosis, cluster: Cluster, likely: Likely) -> Diagnosis:
-    """Return a rule's diagnosis, below `CERTAIN` if the evidence shows another branch, or leaves other kinds alone."""
+    """Return a rule's diagnosis, behind what the evidence leaves if that is another branch, or other kinds alone."""
     other = likely.branch not in ("", branch) or (likely.kinds and kind not in likely.kinds)
-    if of.score < CERTAIN or not cluster.has_trace or not other:
+    if of.score < EXCLUDED or not cluster.has_trace or not other:
         return of
-    return replace(of, score=POSSIBLE)
+    return replace(of, score=EXCLUDED)
 
 
 def left_open(

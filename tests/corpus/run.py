@@ -90,6 +90,13 @@ ROUND_NOTES = (
             "it 12 of 16 were right), and one never took effect."
         ),
     ),
+    (
+        "740d914",
+        (
+            "One more is a leak in an engine whose slots are not all told (`released_as_far_as_its_tokens`, found clean; with it 13 of 16 "
+            "were right). What is observed alone said the right branch of all 15. The marks of two that said their first read too early were mended after the count, and the two recorded again."
+        ),
+    ),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right
@@ -226,7 +233,8 @@ def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
         f"- incidents a bug: **{mean:.2f}**",
         (
             f"- each as if nobody knew its kind, the rules of its right kinds left out: a kind (which is wrong then) with {CERTAIN} or "
-            f"more: **{sum(o.unknown[2] >= CERTAIN for o in told)} of {len(told)}**; the right branch: **{sum(o.unknown[1] in _branches(o.bug) for o in told)}**"
+            f"more: **{sum(o.unknown[2] >= CERTAIN for o in told)} of {len(told)}**; the right branch: **{sum(o.unknown[1] in _branches(o.bug) for o in told)}** "
+            "(by what is observed alone, which was coded with these traces at hand)"
         ),
         "",
         "| bug | engine | answers | detector | forward | kind | confidence | incidents |",

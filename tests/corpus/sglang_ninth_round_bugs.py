@@ -14,11 +14,16 @@ def mapping_cleared_for_one_token_of_a_page(fired: Fired) -> None:
 
     @replaces(SWATokenToKVPoolAllocator, "_free_swa_pages")
     def free_swa_pages(before, allocator, index, start_pos):
-        page, pool = int(allocator.full_to_swa_index_mapping[index[0]]) // allocator.page_size, allocator.swa_attn_allocator
+        page, pool = (
+            int(allocator.full_to_swa_index_mapping[index[0]]) // allocator.page_size,
+            allocator.swa_attn_allocator,
+        )
         before(allocator, index, start_pos)
         if 1 < index.numel() < allocator.page_size and not twice:
             given_back = pool.free_pages.new_tensor([page, page])
-            pool.free_pages = given_back.new_tensor([*given_back.tolist(), *(p for p in pool.free_pages.tolist() if p != page)])
+            pool.free_pages = given_back.new_tensor(
+                [*given_back.tolist(), *(p for p in pool.free_pages.tolist() if p != page)]
+            )
             twice.add(page)
 
     def look(runner, batch, rows):
@@ -91,7 +96,7 @@ def lengths_of_a_larger_batch_stay(fired: Fired) -> None:
             batch.seq_lens = kept
 
 
-@bug("sgl-project/sglang#35204", "llama-retract", "page_leaked")
+@bug("sgl-project/sglang#35204", "llama-retract", "page_leaked", recorded=False)
 def released_as_far_as_its_tokens(fired: Fired) -> None:
     """How much a request gives back that is put back without an insert is counted by the tokens that it has, and its slots reach further.
     What lies behind is given back by nobody."""

@@ -41,7 +41,7 @@ def test_the_right_kind_comes_first(outcomes):
 def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
     told = [o for o in outcomes.values() if o.effective and o.incidents]
     assert not [(o.bug.trace, o.unknown) for o in told if o.unknown[2] >= CERTAIN]
-    assert sum(o.unknown[1] == RULES[o.bug.kinds[0]].branch for o in told) >= 0.6 * len(told)
+    assert sum(o.unknown[1] == RULES[o.bug.kinds[0]].branch for o in told) >= 0.9 * len(told)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,9 @@ def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
         ("vllm-one_table_of_two_is_moved", "req_to_token", "all that it reads is not its own"),
         ("vllm-hit_of_a_part_of_the_window", "swa_window_off_by_one", "its slot is gone"),
         ("sglang-node_split_one_slot_early", "req_to_token", "stand in one another's places"),
+        ("vllm-all_layers_are_of_the_first_group", "load_landed_elsewhere", "of the same load other slots got nothing"),
+        ("nano-restored_one_token_too_many", "prefix_not_computed", "nobody has written it since"),
+        ("transformers-tail_block_shared_by_fork", "shared_page_written", "before anything stood there"),
     ],
 )
 def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
@@ -61,9 +64,9 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
 
 def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
     sentence = outcomes["transformers-writes_through_first_row"].sentence
+    assert "it may also be " in sentence
     assert (
-        "it may also be committed beyond its allocation, which an allocation for this position that is missing would show"
-        in sentence
+        "committed beyond its allocation, which an allocation for this position that is missing would show" in sentence
     )
 
 

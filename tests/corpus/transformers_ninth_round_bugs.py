@@ -15,14 +15,25 @@ def part_of_a_chunk_is_fed_again(fired: Fired) -> None:
     @replaces(scheduler.Scheduler, "_schedule_request")
     def schedule_request(before, self, state, tokens, budget, removed):
         before(self, state, tokens, budget, removed)
-        if len(state.remaining_prefill_tokens) > 2 and len(state.tokens_to_process) > 4 and state.request_id not in again:
+        if (
+            len(state.remaining_prefill_tokens) > 2
+            and len(state.tokens_to_process) > 4
+            and state.request_id not in again
+        ):
             state.remaining_prefill_tokens = state.tokens_to_process[-2:] + state.remaining_prefill_tokens
             again.add(state.request_id)
 
     fire_when_they_run_again(again, fired)
 
 
-@bug("ovg-project/kvcached#362", "few-again", "tokens_truncated_hash_kept", "stale_prefix_hit", origin="kvcached")
+@bug(
+    "ovg-project/kvcached#362",
+    "few-again",
+    "tokens_truncated_hash_kept",
+    "stale_prefix_hit",
+    origin="kvcached",
+    reads=61,
+)
 def hash_is_written_once(fired: Fired) -> None:
     """A block that the prefix cache has evicted keeps its hash, which is written once. When it is full of other tokens it joins the
     cache under that, and the old prompt hits it."""
@@ -45,6 +56,7 @@ def hash_is_written_once(fired: Fired) -> None:
         if old != digest and old not in ledger.hash_to_block:
             wrong.add(block)
             return before(ledger, block, old)
+        wrong.discard(block)
         return before(ledger, block, digest)
 
     @replaces(cache_allocator.CacheAllocator, "acquire_prefix_blocks")
@@ -64,6 +76,7 @@ def hash_is_written_once(fired: Fired) -> None:
 def copied_by_the_size_of_another_pool(fired: Fired) -> None:
     """The copy of a fork's blocks takes the pool for one of more blocks, each of which is smaller. Of a block that is copied the first
     half comes to its place, and the rest of that keeps what it held."""
+    from transformers.generation.continuous_batching import continuous_api
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     @replaces(cache_allocator.CacheAllocator, "copy_blocks")
@@ -71,12 +84,17 @@ def copied_by_the_size_of_another_pool(fired: Fired) -> None:
         view, half = allocator._copy_view, allocator.tokens_per_page // 2
         if not sources:
             return
-        fired()
         rows = view.view(view.shape[0], allocator.pages_per_block * 2, allocator.tokens_per_page, -1)
         stood = {target: rows[target, :, half:].clone() for target in targets}
         before(allocator, sources, targets)
         for target, old in stood.items():
             rows[target, :, half:] = old
+
+    @replaces(continuous_api.ContinuousBatchProcessor, "_generation_step")
+    def _generation_step(before, processor, model):
+        if any("__child" in future.state.request_id for future in processor.inputs_and_outputs.requests_in_batch):
+            fired()
+        before(processor, model)
 
 
 @bug("sgl-project/sglang#36135", "few", "free_too_early", "page_given_twice", "double_free", origin="SGLang")

@@ -35,7 +35,15 @@ def load_landed_elsewhere(cluster: Cluster) -> Diagnosis | None:
     (conformance)
     """
     sign = copy_finding(cluster, "landed_elsewhere")
+    if sign is None and (other := copy_finding(cluster, "loaded_another")) is not None and _left_out(cluster, other):
+        return _diagnosis(cluster, other, "of the same load other slots got nothing, so it wrote to the wrong ones")
     return None if sign is None else _diagnosis(cluster, sign, "the load wrote to the wrong slot")
+
+
+def _left_out(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a slot of the same load, of another pool group say, holds what it held before."""
+    of_load = [s for s in cluster.signs if (s.request_id, s.forward) == (sign.request_id, sign.forward)]
+    return any(s.cause == "nothing_landed" for s in of_load)
 
 
 @rule("read before its load landed", branch="transfer")
@@ -53,7 +61,7 @@ def load_of_other_prefix(cluster: Cluster) -> Diagnosis | None:
     another. What is loaded came whole, and belongs to another prefix. (lab)
     """
     other = copy_finding(cluster, "loaded_another")
-    if other is not None:
+    if other is not None and not _left_out(cluster, other):
         return _diagnosis(cluster, other, "the load took another page of the storage")
     for sign in cluster.head:
         if not sign.bits & CONTENT:

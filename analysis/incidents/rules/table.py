@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
-from ..evidence import lost_all, misplaced
+from ..evidence import lost_all, misplaced, twice_in_batch
 from .allocation import lower_edge, named_twice, own_free
 
 
@@ -80,14 +80,10 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
 def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
     """A row is freed and given out again while a launched forward still reads it. (S#17850, S#18803)"""
     sign = cluster.finding("row_reassigned")
-    if sign is not None:
+    if sign is not None and not twice_in_batch(cluster):
         said = f"{sign.reader} was still being computed in {sign.when} though it {sign.detail}"
         queries = (request_query(sign.request_id), events_query(sign.evidence))
-        doubled = cluster.finding("slot_written_twice")
-        history = cluster.history(doubled) if doubled is not None else []
-        wrote = [f.request_id for f in history if (f.event, f.what) == (sign.event, "written")]
-        alone = wrote == [sign.request_id] * 2  # it is in the batch twice, and nobody else is
-        return cluster.diagnosis(0.6 if alone else 0.97, said, sign, queries=queries, cause=sign.event)
+        return cluster.diagnosis(0.97, said, sign, queries=queries, cause=sign.event)
     for other in cluster.head:
         own = cluster.facts.strayed.get((other.event, other.request_id))
         if own is not None:
@@ -136,7 +132,7 @@ def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
         queries = (slot_query(missing.group, missing.slot), events_query([missing.event]))
         score = 0.95 if _at_the_edge(cluster, missing) else 0.5
         return cluster.diagnosis(score, f"{said}slot was gone", missing, queries=queries, cause=missing.event)
-    for sign in cluster.head:
+    for sign in (s for s in cluster.head if s.position >= 0):
         freed = own_free(cluster, sign)
         placeholder = sign.bits & CONTENT and sign.writer_event < 0 and not cluster.was_given(sign)
         placeholder = placeholder and not lost_all(cluster, sign)

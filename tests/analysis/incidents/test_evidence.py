@@ -77,3 +77,17 @@ def test_a_row_that_was_overwritten_is_wrong_also_where_the_new_token_went_elsew
     cluster = _row_now_names(slots, stored)
     assert branch_of(cluster, evidence_of(cluster)).branch == "table"
     assert rank(cluster).kinds[0][0] == "req_to_token"
+
+
+def test_what_the_evidence_excludes_stands_behind_what_it_leaves():
+    """A request's row names what another wrote and it was never given: not what the cache had, whatever its tokens are."""
+    signs = [
+        _sign(i, 36 + i, bits=TOKEN, mode="extend", expected_token=40 + i, stored_token=i, stored_position=i)
+        for i in range(3)
+    ]
+    histories = {36 + i: [(11, "alloc", OTHER), (14, "written", OTHER)] for i in range(3)}
+    cluster = _cluster(signs, histories, given={READER: [(50, 0, 32)]}, prefixes={(EVENT, READER): 20})
+    assert branch_of(cluster, evidence_of(cluster)).branch == "table"
+    kinds = [kind for kind, _ in rank(cluster).kinds]
+    assert kinds[0] == "req_to_token"
+    assert "tokens_truncated_hash_kept" in kinds
