@@ -45,9 +45,25 @@ vLLM 0.32, V2, on an H200, the shape of Llama 3 8B, 32 requests, same tokens; th
 `tests/conformance/vllm/gpu/overhead.py` starts them, one with an older checkout on its PYTHONPATH; 2026-11-23: on one host
 5.416 ms unrecorded, 5.582 with the code of before (1.031), 5.524 with that of after the first of the changes (1.020), hooks of
 steps and samples 466, then 364 us; on a slower host with all but the last of the changes 5.492, 5.723 (1.042), 5.850 (1.065), hooks 614, then
-447 us, single turns of the three from 5.28 to 6.62. The recorder's thread computes 0.9 to 1.4 ms in a step there, before and
-after: with the engine's 4.3 ms that is more than the step, and both want Python's lock. Of the GPU the recorder's kernels take
-27 us a step by torch's profiler, 0.5 %. With SGLang the hooks have not been timed on a GPU since.
+447 us, single turns of the three from 5.28 to 6.62. Of the GPU the recorder's kernels take 27 us a step by torch's profiler,
+0.5 %. With SGLang the hooks have not been timed on a GPU since.
+
+What made those steps longer was Python's lock: the recorder's thread computes about a millisecond in a step, and the
+engine's thread gives the lock up in each operation of torch's, and gets it back when the other lets go. Now the recorder's
+threads compute while vLLM's thread waits for a step's result, four frames at once, in slices of 0.1 ms. One run on an H200
+with five engines as above, ten turns each, same tokens, 2026-11-23, medians (and the range of the turns):
+
+| | step, ms | times as long | recorder's thread, CPU time a step |
+|---|---|--:|--:|
+| not recorded | 5.484 (5.386 to 5.551) | | |
+| the code of before | 5.622 (5.450 to 5.899) | 1.025 | 1.25 ms |
+| in the engine's pauses, four frames at once | 5.490 (5.306 to 5.874) | 1.001 | 0.91 ms |
+| in its pauses, each frame by itself | 5.568 (5.488 to 5.800) | 1.015 | 1.31 ms |
+| each frame at a moment after its launch, as before | 5.660 (5.521 to 5.914) | 1.032 | 1.13 ms |
+
+In a run before that, of twelve turns, up to eight frames at once without regard to pauses took 1.059 (before: 1.019; hooks
+and kernels alone, with nothing recorded of what they gave: 1.006). The hooks took 376 us a step, as before. An engine whose result is awaited on a thread of its own (vLLM with several workers), and SGLang, are recorded
+each frame at a moment after its launch, as before.
 """
 
 # The adapter's hooks, as the trace names them.
