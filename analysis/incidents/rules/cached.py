@@ -13,8 +13,8 @@ from ..cluster import (
     rule,
     slot_query,
 )
-from ..evidence import open_transfer, skipped
 from ..facts import Fact
+from ..observed import open_transfer
 from .copies import copy_finding
 
 _NEW_WEIGHTS = "other_weights"
@@ -78,8 +78,6 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
     wrong, hit = cluster.violation(TOKEN), cluster.finding("hit_differs")
     sign = wrong if wrong is not None else hit
     if sign is None or (cluster.violation(CHAIN | POSITION) is not None and not _as_cached(cluster, sign)):
-        return None
-    if cluster.finding("read_of_foreign_slot", "write_to_foreign_slot", "read_after_free"):
         return None
     score = 0.8 if hit is not None else 0.6
     if cluster.has_trace:
@@ -185,8 +183,6 @@ def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
         return None
     sign, given = found
     since = (cluster.wrote(sign) or (-1,))[0]
-    if skipped(cluster, sign):
-        return None  # its count ran ahead while it ran: no other life, and no other request, had these computed
     if cluster.forked(sign) or any(since < at <= sign.event for at in cluster.facts.loads.get(sign.request_id, ())):
         return None  # its parent or a storage was to fill it
     back = " was put back, came again and" if cluster.facts.retracted_before(sign.request_id, sign.event) else ""

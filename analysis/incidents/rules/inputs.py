@@ -13,7 +13,7 @@ from ..cluster import (
     rule,
     samples_query,
 )
-from ..evidence import skipped
+from ..observed import skipped
 
 
 @rule("a request's length went back", branch="input", aftermath=True)

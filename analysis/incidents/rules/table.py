@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
-from ..evidence import lost_all, misplaced, twice_in_batch
+from ..observed import lost_all, misplaced, twice_in_batch
 from .allocation import lower_edge, named_twice, own_free
 
 
@@ -135,7 +135,6 @@ def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
     for sign in (s for s in cluster.head if s.position >= 0):
         freed = own_free(cluster, sign)
         placeholder = sign.bits & CONTENT and sign.writer_event < 0 and not cluster.was_given(sign)
-        placeholder = placeholder and not lost_all(cluster, sign)
         if (freed is None and not placeholder) or not lower_edge(cluster, sign):
             continue
         gone = f"was given back in event {freed.event}" if freed is not None else "is gone"

@@ -1,8 +1,8 @@
 """What went wrong with where tokens were written, and with padding."""
 
 from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
-from ..evidence import over_its_own, went_elsewhere
 from ..facts import Fact
+from ..observed import over_its_own, went_elsewhere
 from .allocation import own_free
 
 
@@ -18,8 +18,6 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
     shifted = any(other.bits & WRITE_POSITION and other.request_id == sign.request_id for other in cluster.head)
     twice = sign.kind == "slot_written_twice" and any(o.bits & CONTENT and o.slot == sign.slot for o in cluster.signs)
     reads = sign.kind == "padding_slot_read"
-    if reads and cluster.rewrite_of(sign) is not None:
-        return None  # the row named another slot before
     said = f"in {sign.when} {sign.reader} {'reads' if reads else 'wrote a token to'} {sign.place}: {sign.detail}"
     return cluster.diagnosis(0.6 if reads or shifted or twice else 0.95, said, sign, *sign.evidence, cause=sign.event)
 

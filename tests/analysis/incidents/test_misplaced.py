@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvcanary.analysis.incidents.cluster import POSITION, Sign
-from kvcanary.analysis.incidents.evidence import misplaced
+from kvcanary.analysis.incidents.observed import misplaced
 
 
 @pytest.mark.parametrize(("request_id", "found"), [(7, 2), (-1, 0)])

@@ -1,0 +1,109 @@
+"""What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
+
+from .cluster import CONTENT, POSITION, Cluster, Sign
+from .facts import Fact
+
+
+def twice_in_batch(cluster: Cluster) -> bool:
+    """Whether a request is in a batch twice: it wrote a slot two times, and nobody else did."""
+    doubled = cluster.finding("slot_written_twice")
+    history = cluster.history(doubled) if doubled is not None else []
+    wrote = [fact.request_id for fact in history if (fact.event, fact.what) == (cluster.first.event, "written")]
+    return doubled is not None and wrote == [doubled.request_id] * 2
+
+
+def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
+    """Whether attention looks for a token of its own forward where the row says, and the token went to another slot.
+
+    It looks in the right place if its request was given that slot, or if the token went over another of the request's own.
+    """
+    computed_now = sign.position >= cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
+    return (
+        computed_now
+        and not any(_named_anew(cluster, sign, s) for s in cluster.head)
+        and (cluster.was_given(sign) or over_its_own(cluster, sign) is not None)
+    )
+
+
+def _named_anew(cluster: Cluster, sign: Sign, other: Sign) -> bool:
+    """Whether what a sign's request wrote in one slot is looked for in another, which it was given later: its row is wrong."""
+    own, given = cluster.wrote(other), cluster.last(other, "alloc")
+    if other.request_id != sign.request_id or own is None or given is None or own[1] == other.slot:
+        return False
+    again = cluster.facts.retracted_before(sign.request_id, sign.event)
+    return given.request_id == sign.request_id and given.event > own[0] and not again and not cluster.is_sliding(other)
+
+
+def skipped(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either."""
+    told = sign.runner == 0 and (cluster.complete or sign.mode == "decode")  # a chunk may be matched anew
+    return told and cluster.facts.left_out(sign.request_id, sign.position, sign.event) and not cluster.joined(sign)
+
+
+def lost_all(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request reads slots of a window that are not its own up to the position that it has just computed: its row is wrong.
+
+    A window's frontier, or a hit of too little of it, takes the lowest positions.
+    """
+    prefix, own = cluster.facts.prefixes.get((sign.event, sign.request_id), -1), (sign.request_id, sign.group)
+    mine = [s for s in cluster.head if (s.request_id, s.group) == own and (s.kind or s.bits & CONTENT)]
+    given = cluster.window(sign) > 0 and cluster.facts.holds(sign.request_id, cluster.group(sign), sign.event) > 0
+    return given and any(s.position + s.count == prefix and not cluster.was_given(s) for s in mine)
+
+
+def misplaced(cluster: Cluster, sign: Sign) -> int:
+    """How many positions of a sign's request have slots that others filled for another of them: its row is in another order.
+
+    A key that leaves out what came before leads to other tokens than the request has there.
+    """
+    if sign.request_id < 0:  # a walk of the prefix cache, which meets many prompts and no row
+        return 0
+    mine = [s for s in cluster.head if (s.request_id, s.group) == (sign.request_id, sign.group) and s.bits & POSITION]
+    own = {(s.position, s.expected_token) for s in mine if s.expected_token >= 0}
+    theirs = [
+        s for s in mine if not cluster.window(s) and (s.writer_request_id != s.request_id or row_moved(cluster, s))
+    ]
+    theirs = [s for s in theirs if (filled := cluster.filled(s)) is None or filled.what == "written"]
+    # What stands there from before the slot was given out is nobody's row's doing.
+    theirs = [s for s in theirs if (given := cluster.last(s, "alloc")) is None or s.writer_event >= given.event]
+    return len({s.position for s in theirs if (s.stored_position, s.stored_token) in own})
+
+
+def row_moved(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a row's entry was overwritten since its request wrote the position, to another slot than it names now."""
+    own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
+    return own is not None and change is not None and change.event > own[0] and own[1] != sign.slot
+
+
+def of_another(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request reads in its overwritten row what others have at its positions, and was given none of it."""
+    mine = [
+        s for s in cluster.head if s.request_id == sign.request_id and s.bits & CONTENT and not cluster.was_given(s)
+    ]
+    theirs = [s for s in mine if s.writer_request_id not in (-1, s.request_id) and row_moved(cluster, s)]
+    return len({s.position for s in theirs if s.stored_position == s.position}) > 1
+
+
+def over_its_own(cluster: Cluster, sign: Sign) -> Sign | None:
+    """Return the sign of a slot that a request has written for two positions, the later one in a sign's event for its position."""
+    wrote = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
+    if wrote is None or wrote[0] != sign.event:
+        return None
+    for other in cluster.signs:
+        mine = other.bits and other.slot == wrote[1] and other.request_id == sign.request_id
+        if mine and other.position != sign.position:
+            before = cluster.facts.wrote_before(sign.request_id, other.position, sign.event)
+            if cluster.was_given(other) or (before is not None and before[1] == other.slot):
+                return other
+    return None
+
+
+def open_transfer(cluster: Cluster, sign: Sign) -> Fact | None:
+    """Return the begin of a transfer into a slot, for another request, that had no end when whoever wrote it last did so."""
+    begun = None
+    for fact in cluster.history(sign):
+        if fact.what == "receiving":
+            begun = fact if fact.request_id != sign.writer_request_id else None
+        elif fact.what in ("received", "receive_failed") or (fact.what == "free" and begun is None):
+            begun = None
+    return begun if begun is not None and begun.event < sign.writer_event else None
