@@ -30,7 +30,7 @@ _BRANCH_OF_FINDING: Final = {
     **dict.fromkeys(("wrong_window", "attention_lens", "attention_slots"), "read"),
     **dict.fromkeys(("freed_during_transfer", "transfer_not_held", "transfer_differs"), "transfer"),
     **dict.fromkeys(("transfer_source_damaged", "transfer_source_changed"), "transfer"),
-    **dict.fromkeys(("copy_differs", "load_landed_late"), "transfer"),
+    **dict.fromkeys(("copy_differs", "load_landed_late", "failed_load_read"), "transfer"),
     **dict.fromkeys(("hit_never_written", "hit_differs"), "content"),
     **dict.fromkeys(("identity", "token_bytes"), "identity"),
     **dict.fromkeys(("state_differs", "bad_values", "model_bytes"), "content"),

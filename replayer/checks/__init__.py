@@ -25,7 +25,7 @@ _ORDER: Final = (
     *("row_reassigned", "hit_never_written", "hit_differs", "seq_len_backwards", "swa_mapping_stale"),
     *("freed_during_transfer", "transfer_not_held", "input_not_sampled", "input_not_truth", "attention_lens"),
     *("attention_slots", "identity", "state_differs", "copy_differs", "load_landed_late", "oracle_token"),
-    *("layer_changed", "bad_values"),
+    *("layer_changed", "bad_values", "failed_load_read"),
 )
 
 for _module in pkgutil.iter_modules(__path__):

@@ -48,7 +48,6 @@ def first_block_left_out_of_the_list(fired: Fired) -> None:
     "llama-loads",
     "failed_load_counted_loaded",
     "prefix_not_computed",
-    late="what lies in a slot whose load failed is unknown, and no check asks who reads it",
 )
 def failed_load_is_not_taken_back(fired: Fired) -> None:
     """A load fails, and the scheduler takes back the count of the request's computed tokens. The runner keeps its own count and

@@ -197,6 +197,10 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     short = _load_came_short(cluster)
     if short is not None:
         return short
+    read = cluster.finding("failed_load_read")
+    if read is not None:
+        said = f"{read.reader} read {read.place} in {read.when}, {read.detail[6:]}: it counts as loaded"
+        return cluster.diagnosis(0.94, said, read, read.event, cause=read.event)
     copy = copy_finding(cluster, "nothing_landed", "loaded_wrong")
     if copy is not None:
         said = f"{copy.place} of {copy.reader} {copy.detail}, in {copy.when}, and counts as loaded"

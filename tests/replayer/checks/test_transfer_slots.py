@@ -101,3 +101,23 @@ def test_without_the_promise_what_goes_back_to_the_pool_is_found_and_no_more(mak
     scene.transfer("end", "receive", [3, 4], request=7)
     scene.free(7, [3])
     assert told(scene.judge(*CHECKS)) == [(-1, 7, 4, 1, json.dumps([start, freed]))]
+
+
+@pytest.mark.parametrize("since", ["nothing", "written", "loaded"])
+def test_a_slot_whose_load_failed_is_read_without_a_history(make_scene, since: str) -> None:
+    scene = make_scene(complete=False)
+    scene.start(7, 1, [3, 4])
+    scene.transfer("end", "receive", [3], request=7)
+    failed = scene.transfer("failed", "receive", [3], request=7)
+    if since == "written":
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)))
+    elif since == "loaded":
+        scene.transfer("end", "receive", [3], request=7)
+    read = scene.forward(Part(request=7, row=1, prefix=2, slots=(5,)))
+    again = scene.forward(Part(request=7, row=1, prefix=3, slots=(6,)))  # said once
+    assert again > read
+    rows = scene.judge("failed_load_read")
+    assert [(row["request_id"], row["slot"], row["position"]) for row in rows] == (
+        [(7, 3, 0)] if since == "nothing" else []
+    )
+    assert all(str(failed) in row["detail"] for row in rows)
