@@ -19,6 +19,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ..common.hooking import put_in_place
 from ..common.requests import TokenList, mode_by_lens
 from .layout import VllmGroup, VllmLayout, fed_otherwise
+from .recurrent import VllmStates
 from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
 
 
@@ -157,10 +158,13 @@ class Batch:
 class DeviceSteps:
     """Has the device capture a runner's steps."""
 
-    def __init__(self, recorder: DeviceRecorder, groups: Sequence[VllmGroup], tables: Sequence[EngineTable]) -> None:
+    def __init__(
+        self, recorder: DeviceRecorder, groups: Sequence[VllmGroup], tables: Sequence[EngineTable], states: VllmStates
+    ) -> None:
         self._recorder = recorder
         self._groups = groups
         self._tables = tables
+        self._states = states
         self._device = tables[0].table.device
         self._lies = [(one.table.data_ptr(), one.table.stride(0)) for one in tables]  # vLLM's own, made once
         self._batch: Batch | None = None
@@ -239,6 +243,7 @@ class DeviceSteps:
                 truth_lens=[tokens.count for tokens in batch.tokens],
                 parts=batch.parts,
                 attention=self._lens(step, attention),
+                states=self._states.on_device(step.given, len(step.names), step.input_ids[:0]),
                 new_rows=new and any(known.fresh for known in requests or ()),
             )
         )

@@ -112,22 +112,21 @@ class VllmRecording:
         """Return a recorder that never waits for the device, if there is one and it can be."""
         layout = self.layout
         options: dict[str, Any] = {"kv_sources": layout.kv.sources, "kv_watch_every": settings.kv_watch_every}
-        options |= settings.writer_options()
+        options |= {"state_sources": layout.states.parts if settings.capture_bytes else {}} | settings.writer_options()
         if on_gpu(runner):
             why = why_it_waits(runner, layout, connector)
             try:
                 if not why:
                     tables = block_tables(runner, layout.groups)
                     recorder = DeviceRecorder(path, header, tables=tables, luts=(), **options)
-                    self.on_device = DeviceSteps(recorder, layout.groups, tables)
+                    self.on_device = DeviceSteps(recorder, layout.groups, tables, layout.states)
                     return recorder
             except (ValueError, AttributeError) as error:
                 why = str(error)
             note = f"every forward waits for the device: {why}"
             logger.warning("kvcanary: %s", note)
-            header = dataclasses.replace(header, notes=(*header.notes, note))
-        begin = recorder_class(settings.inject)
-        return begin(path, header, state_sources=layout.states.parts if settings.capture_bytes else {}, **options)
+            header = layout.states.without(dataclasses.replace(header, notes=(*header.notes, note)), note)
+        return recorder_class(settings.inject)(path, header, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
         """Hook this engine's own parts; `on_history_fault` is called when the slot history failed, which is over then."""

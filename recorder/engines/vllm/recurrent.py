@@ -1,4 +1,4 @@
-"""vLLM's recurrent state (Mamba, linear attention, short convolutions), of engines on the CPU.
+"""vLLM's recurrent state (Mamba, linear attention, short convolutions), on the CPU and, of the V1 runner, on GPUs.
 
 A state lies in a block of its group: `mamba_cache_mode` "none" has one for each request, "align" one for each stretch of
 `block_size` tokens, whose last state the prefix cache keeps; before a forward that begins another block the runner copies the
@@ -12,10 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ....kernels.capture.frames import StateIndices
+from ....kernels.ops.state_hash.reference import MAX_PARTS
+from ...capture.device.shadows import slots_as_bytes
 from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import own_int64
 from ...capture.recurrent import StateAccess
-from ...trace.header import StatePool
+from ...trace.header import NotWatched, StatePool, TraceHeader
 from ..common.hooking import Finish, OnFault, wrap_function
 from .kv import layer_number
 
@@ -37,6 +40,7 @@ class VllmStates:
         self._config = runner.kv_cache_config
         self._vllm_config = runner.vllm_config
         self._device = getattr(getattr(runner, "device", None), "type", "")
+        self._v1 = hasattr(runner, "input_batch")
         self._copied: list[tuple[int, int, int]] = []  # pool, source, block: about to be
         self._failed = False
 
@@ -45,10 +49,14 @@ class VllmStates:
         config, name = self._vllm_config, group.layer_names[0]
         layer = config.compilation_config.static_forward_context.get(name)
         parts: Any = getattr(layer, "kv_cache", None)
-        fits = isinstance(parts, list | tuple) and len(parts) > 0
+        fits = isinstance(parts, list | tuple) and 0 < len(parts) <= MAX_PARTS
         fits = fits and all(hasattr(part, "stride") and len(part) == num_blocks for part in parts)
+        fits = fits and (self._device == "cpu" or all(slots_as_bytes(part, MOST_BYTES) is not None for part in parts))
         reasons = {
-            "states on a device are not recorded": self._device != "cpu",
+            "states on such a device are not recorded": self._device not in ("cpu", "cuda"),
+            "copies that the runner's kernels decide on are not recorded": (
+                self._device == "cuda" and not self._v1 and getattr(spec, "mamba_cache_mode", "") != "none"
+            ),
             "states in this mode of caching are not recorded": getattr(spec, "mamba_cache_mode", "") not in MODES,
             "states that drafts roll back are not recorded": getattr(config, "speculative_config", None) is not None,
             "states that come from elsewhere are not recorded": getattr(config, "kv_transfer_config", None) is not None,
@@ -83,6 +91,30 @@ class VllmStates:
         if self._failed or slots.size != prefix.size:
             return None
         return StateAccess(reads=np.where(prefix > 0, slots, -1), writes=slots)
+
+    def on_device(self, given: Any, bs: int, nothing: Any) -> tuple[StateIndices, ...]:
+        """Return the blocks that a step's layers read and write, on the device; `nothing` (empty) for a pool that is not known.
+
+        `given` are the layers' metadata; whole graphs run more decodes than there are, which come last.
+        """
+        return tuple(StateIndices(*self._there(given, layer, bs) or (nothing,)) for layer in self._layers)
+
+    def _there(self, given: Any, layer: str, bs: int) -> tuple[Any, ...] | None:
+        mine = given.get(layer) if isinstance(given, dict) else None
+        decodes, prefills = (getattr(mine, f"state_indices_tensor_{kind}", None) for kind in ("d", "p"))
+        if self._failed or decodes is None or decodes.ndim > 2:
+            return None
+        decodes = decodes[:, 0] if decodes.ndim == 2 else decodes
+        if prefills is None or not len(prefills):
+            return (decodes,) if len(decodes) >= bs else None
+        return (decodes, prefills) if prefills.ndim == 1 and len(decodes) + len(prefills) == bs else None
+
+    def without(self, header: TraceHeader, reason: str) -> TraceHeader:
+        """Return a header without these pools, which says why; nothing is recorded of them."""
+        entries = tuple(NotWatched(what="pool", name=pool.name, reason=reason) for pool in self.pools)
+        for known in (self.pools, self.parts, self._gids, self._layers):
+            known.clear()
+        return replace(header, states=(), not_watched=(*header.not_watched, *entries))
 
     def attach(self, recorder: Any, on_fault: OnFault) -> None:
         """Hook what copies states from block to block; `recorder` gets it."""

@@ -10,18 +10,19 @@ import torch
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.engines.vllm import recurrent
 from kvcanary.recorder.engines.vllm.recurrent import VllmStates
-from kvcanary.recorder.trace.header import StatePool
+from kvcanary.recorder.trace.header import StatePool, TraceHeader
 
 BLOCKS = 6
 GROUP = SimpleNamespace(layer_names=["model.layers.2.conv", "model.layers.3.conv"])
 
 
-def runner(*, device: str = "cpu", parts: Any = None, **config: Any) -> Any:
+def runner(*, device: str = "cpu", parts: Any = None, v1: bool = False, **config: Any) -> Any:
     layer = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 3, 2)] if parts is None else parts)
     compilation = SimpleNamespace(static_forward_context=dict.fromkeys(GROUP.layer_names, layer))
     return SimpleNamespace(
         kv_cache_config=object(),
         device=SimpleNamespace(type=device),
+        **({"input_batch": None} if v1 else {}),
         vllm_config=SimpleNamespace(compilation_config=compilation, **config),
     )
 
@@ -42,7 +43,12 @@ def spec(mode: str = "align", **more: Any) -> Any:
         (runner(), spec("none"), ""),
         (runner(), spec("all"), "mode of caching"),
         (runner(), spec(num_prefill_checkpoint_blocks=1), "a forward saves itself"),
-        (runner(device="cuda"), spec(), "on a device"),
+        (runner(device="tpu"), spec(), "on such a device"),
+        (runner(device="cuda"), spec(), "kernels decide"),
+        (runner(device="cuda"), spec("none"), ""),
+        (runner(device="cuda", v1=True), spec(), ""),
+        (runner(device="cuda", v1=True, parts=[torch.zeros(BLOCKS, 3, 4)[..., ::2]]), spec(), "laid out"),
+        (runner(parts=[torch.zeros(BLOCKS, 3)] * 5), spec(), "laid out"),
         (runner(speculative_config=object()), spec(), "drafts"),
         (runner(kv_transfer_config=object()), spec(), "elsewhere"),
         (runner(parts=[torch.zeros(3, 2)]), spec(), "laid out"),
@@ -102,3 +108,26 @@ def test_copies_between_blocks_are_told_and_after_another_kind_nothing_is_known(
     assert states.beside(parts, step)[0][0].states != (None,)
     copy(engine.kv_cache_config, 1)
     assert states.beside(parts, step)[0][0].states == (None,)
+
+
+def test_on_a_device_nothing_is_read_and_padding_behind_the_decodes_is_left_out() -> None:
+    states = VllmStates(runner(device="cuda", v1=True))
+    states.add(1, GROUP, spec(), BLOCKS)
+    nothing, layer = torch.empty(0, dtype=torch.int32), GROUP.layer_names[0]
+
+    def found(decodes: Any, prefills: Any, bs: int) -> list[Any]:
+        metadata = SimpleNamespace(state_indices_tensor_d=decodes, state_indices_tensor_p=prefills)
+        (one,) = states.on_device({layer: metadata}, bs, nothing)
+        return [None if part is None else part.tolist() for part in one]
+
+    ints = torch.tensor
+    assert found(ints([[4], [2]]), ints([5]), 3) == [[4, 2], [5]]
+    assert found(ints([[4], [2], [0]]), ints([], dtype=torch.int32), 2) == [[4, 2, 0], None]  # a graph's padding
+    assert found(ints([4, 2]), None, 2) == [[4, 2], None]
+    for wrong in ((ints([4]), None, 2), (ints([4, 2]), ints([5]), 2), (None, ints([5]), 1), (ints([[[4]]]), None, 1)):
+        assert found(*wrong) == [[], None]
+    assert states.on_device(None, 1, nothing)[0].first is nothing
+    header = TraceHeader(groups=(), tables=(), states=tuple(states.pools))
+    gone = states.without(header, "it waits")
+    assert (gone.states, [entry.reason for entry in gone.not_watched]) == ((), ["it waits"])
+    assert states.on_device({}, 1, nothing) == ()

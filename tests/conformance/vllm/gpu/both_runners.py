@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from draft_faults import install_draft_faults
-from faults import Injector
+from faults import Injector, install_state_faults
 
 
 def install_faults() -> None:
@@ -19,6 +19,9 @@ def install_faults() -> None:
     injector = GpuInjector(fault, int(os.environ["CONFORMANCE_SEED"]))
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
+        return
+    if fault in ("state_block", "state_copy"):
+        install_state_faults(injector, GPUModelRunner)
         return
     preprocess = GPUModelRunner._preprocess
 
@@ -90,7 +93,20 @@ class ShownAsV1:
 
 
 class GpuInjector(Injector):
-    """The same with the layout of K and V on a GPU."""
+    """The same with the layout of K and V, and of states, on a GPU."""
+
+    def state_byte(self, runner: Any, fed: Any, row: int, name: str, prefix: int, at: int, extend: int) -> dict | None:
+        """Change the first value of the recurrent state that a request goes on from in this step."""
+        if not prefix:
+            return None
+        groups = runner.kv_cache_config.kv_cache_groups
+        gid = next(n for n, group in enumerate(groups) if "conv" in group.layer_names[0])
+        spec = groups[gid].kv_cache_spec
+        column = (prefix + extend - 1) // spec.block_size if spec.mamba_cache_mode == "align" else 0
+        block = int(runner.input_batch.block_table[gid].block_table.gpu[row, column])
+        state = runner.compilation_config.static_forward_context[groups[gid].layer_names[0]].kv_cache[0]
+        state[(block, *(0,) * (state.dim() - 1))] += 1  # as it lies: it may be transposed
+        return {"slot": block}
 
     def kv_byte(self, runner: Any, fed: Any, row: int, name: str, prefix: int, at: int, extend: int) -> dict | None:
         """Flip a byte of V of a slot that is read in this step."""

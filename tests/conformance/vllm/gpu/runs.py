@@ -47,7 +47,7 @@ SHAPES: dict[str, dict] = {
     "graphs-triton": {"graph": FULL, "attention": "TRITON_ATTN"},
     "graphs-spawned": {"graph": FULL, "spawned": True},
 }
-PLAIN = {"llama": "v1-plain-llama", "hybrid": "v1-plain-hybrid", "sliding": "v1-plain-sliding"}
+PLAIN = {model: f"v1-plain-{model}" for model in ("llama", "hybrid", "sliding", "lfm2")}
 
 
 def _runs() -> tuple[GpuRun, ...]:
@@ -65,7 +65,22 @@ def _runs() -> tuple[GpuRun, ...]:
                 found.append(GpuRun(name=name, base="none", runner=runner, fault=fault, seed=number, **SHAPES[shape]))
     # n-gram drafts run on the V1 runner; what they accept changes nothing of the tokens.
     found.append(GpuRun(name="v1-ngram", base=PLAIN["llama"], runner="v1", asynchronous=False, ngram=True))
-    return (*found, *_drafts())
+    return (*found, *_drafts(), *_recurrent())
+
+
+def _recurrent() -> tuple[GpuRun, ...]:
+    """Return the runs with short convolutions, whose states are watched of the V1 runner; the V2 runner's kernels copy them."""
+    found = []
+    recurrent: dict[str, dict] = {"eager": {}, "graphs": {"graph": FULL}}
+    for shape, options in recurrent.items():
+        for runner in ("v1", "v2"):
+            found.append(
+                GpuRun(name=f"{runner}-recurrent-{shape}", base=PLAIN["lfm2"], model="lfm2", runner=runner, **options)
+            )
+        for fault in ("state_byte", "state_block", "state_copy")[: 3 if shape == "eager" else 1]:
+            name = f"v1-recurrent-{shape}-{fault}"
+            found.append(GpuRun(name=name, base="none", model="lfm2", runner="v1", fault=fault, seed=3, **options))
+    return tuple(found)
 
 
 def _drafts() -> tuple[GpuRun, ...]:
