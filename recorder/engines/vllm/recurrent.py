@@ -57,6 +57,9 @@ class VllmStates:
             "copies that the runner's kernels decide on are not recorded": (
                 self._device == "cuda" and not self._v1 and getattr(spec, "mamba_cache_mode", "") != "none"
             ),
+            "the blocks of its layers stand elsewhere in their metadata": (
+                getattr(getattr(spec, "mamba_type", None), "name", "") == "GDN_ATTN"
+            ),
             "states in this mode of caching are not recorded": getattr(spec, "mamba_cache_mode", "") not in MODES,
             "states that drafts roll back are not recorded": getattr(config, "speculative_config", None) is not None,
             "states that come from elsewhere are not recorded": getattr(config, "kv_transfer_config", None) is not None,

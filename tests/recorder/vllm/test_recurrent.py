@@ -42,6 +42,8 @@ def spec(mode: str = "align", **more: Any) -> Any:
         (runner(), spec(), ""),
         (runner(), spec("none"), ""),
         (runner(), spec("all"), "mode of caching"),
+        (runner(), spec(mamba_type=SimpleNamespace(name="SHORT_CONV")), ""),
+        (runner(), spec(mamba_type=SimpleNamespace(name="GDN_ATTN")), "stand elsewhere"),
         (runner(), spec(num_prefill_checkpoint_blocks=1), "a forward saves itself"),
         (runner(device="tpu"), spec(), "on such a device"),
         (runner(device="cuda"), spec(), "kernels decide"),
