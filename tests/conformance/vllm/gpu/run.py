@@ -217,10 +217,13 @@ def document(runs: list[GpuRun], results: list[tuple[Result, str]], folder: Path
     both = [(run, *result) for run, result in zip(runs, results, strict=True) if run.recorded]
     clean, faulty = ([one for one in both if bool(one[0].fault) == kind] for kind in (False, True))
     good = sum(not result.wrong for _, result, _ in clean)
+    same = sum(
+        tokens == "the same" for _, _, tokens in clean
+    )  # the others have no engine beside them that is not recorded
     injected, found = (sum(getattr(result, name) for _, result, _ in faulty) for name in ("injected", "found"))
     summary = (
-        f"**{good} of {len(clean)} clean runs replay clean with the same tokens as without the recorder; {found} of "
-        f"{injected} faults found, in {len(faulty)} runs.**"
+        f"**{good} of {len(clean)} clean runs replay clean, {same} of which were held against the same run without the "
+        f"recorder and have its tokens; {found} of {injected} faults found, in {len(faulty)} runs.**"
     )
     lines = [
         "# vLLM on a GPU: clean runs replay clean, injected faults are found",
