@@ -39,7 +39,7 @@ class Background:
 
     Who appends to `queue` wakes the thread if it is `asleep`, as `put` does. The thread calls `begin` first, `record` with the
     things in order, many at once, and `on_look` each time it has looked into the queue; `on_death` with what they raised:
-    nothing is recorded after. `room_words` are all that frames in flight have.
+    nothing is recorded after. `room_words` are all that frames in flight have; while they are `crowded`, no pause is waited for.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class Background:
         on_look: Callable[[], None],
         on_death: Callable[[BaseException], None],
         room_words: int,
+        crowded: Callable[[], bool],
         pauses: Pauses,
     ) -> None:
         self._begin, self._record, self._on_look, self._on_death = begin, record, on_look, on_death
         self._room_words = room_words
         self._pauses = pauses
         self.pace = pauses.pace()
-        self.pace.in_hurry = lambda: self._hurry or self._at_once
+        self.pace.in_hurry = lambda: self._hurry or self._at_once or len(self.queue) > MOST_TOGETHER or crowded()
         self.queue: deque[FrameInFlight | Queued | None] = deque()
         self.asleep = False
         self._hurry = False  # something that was queued is to be recorded now
@@ -148,7 +149,8 @@ class Background:
             self._together = min(max(fit, 1), FRAMES_TOGETHER) if self._pauses.known else 1
 
     def _is_due(self) -> bool:
-        return bool(self._waiting) and (self._frames > FRAMES_LEFT_WAITING or self._at_once)
+        many = self._frames > FRAMES_LEFT_WAITING or len(self._waiting) > MOST_TOGETHER
+        return bool(self._waiting) and (many or self._at_once)
 
     def _record_waiting(self) -> None:
         """Record what is due, at most so many things and frames."""

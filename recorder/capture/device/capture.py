@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT: Final = 1024
 COUNTERS: Final = MAX_IN_FLIGHT + 1  # rows of them: each frame in flight zeroes the next one's
+MANY_IN_FLIGHT: Final = 32  # frames: whoever records them is behind
 INT32_MAX: Final = 2**31 - 1
 NO_END: Final = "the engine did not call after_forward()"
 
@@ -69,6 +70,11 @@ class FrameBuffer:
             return None
         self._taken_to = place + words
         return place
+
+    @property
+    def half_full(self) -> bool:
+        """Whether more than half of the room is taken; any thread may ask."""
+        return 2 * (self._taken_to - self._free_from) > self.size
 
     def give_back(self, place: int, words: int) -> None:
         """Give back the oldest stretch."""
@@ -381,6 +387,11 @@ class DeviceCapture:
     def ended(self, _: Any, error: BaseException | None) -> None:
         """As `after`, of a model that has returned, or raised an error."""
         self.after("" if error is None else f"the model raised {self.error_text(error)}")
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many frames are in flight that there may soon be no room for another; any thread may ask."""
+        return self._taken - self._given_back > MANY_IN_FLIGHT or self._buffer.half_full
 
     def release(self, frame: FrameInFlight) -> None:
         """Give a frame's room back, in the order in which it was taken."""

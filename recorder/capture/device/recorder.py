@@ -146,10 +146,13 @@ class DeviceRecorder:
                 on_look=self._check,
                 on_death=self._died,
                 room_words=int(self._capture.frames.shape[0]),
+                crowded=lambda: self._capture.crowded,
                 pauses=self.pauses,
             )
             self._decoder.breathe = self._background.pace.breathe
-            self.recorder.outbox.writer.file.breathe = self.pauses.pace().breathe
+            writer, pace = self.recorder.outbox.writer, self.pauses.pace()
+            pace.in_hurry = lambda: not writer.has_room(writer.settings.max_queued_bytes // 2)
+            writer.file.breathe = pace.breathe
             self._queue = self._background.queue
             self._capture.deliver = self._background.put
             self._capture.on_no_room = functools.partial(

@@ -1,10 +1,12 @@
 """When the recorder's threads run: in the pauses of an engine's thread that says when it waits, and what does not wait for one."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from kvcanary.recorder.capture.device import background, capture
 from kvcanary.recorder.capture.device import pauses as module
 from kvcanary.recorder.capture.device.frame_reader import FrameReader
 from kvcanary.recorder.capture.device.pauses import Pauses
@@ -109,3 +111,50 @@ def test_a_drain_waits_for_no_pause(engine, monkeypatch):
     decode(engine, 5)
     host, device = engine.close()
     assert len(device) == len(host) == 10
+
+
+def test_frames_that_pile_up_wait_for_no_pause(engine, monkeypatch):
+    """An engine that hardly waits for its device leaves no pause that is long enough for what it does meanwhile."""
+    monkeypatch.setattr(module, "PATIENCE_S", 600)
+    monkeypatch.setattr(capture, "MANY_IN_FLIGHT", 3)
+    engine.device.pauses.begin()
+    engine.device.pauses.end()
+    gate = engine.hold_frames()
+    decode(engine, 12)
+    gate.set()
+    engine.device._background.wake()  # as patience does that is up
+    end = time.monotonic() + 20
+    while engine.device.capture.crowded and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not engine.device.capture.crowded
+    assert engine.device.drain()
+    host, device = engine.close()
+    assert [event["truth"] for event in device] == [event["truth"] for event in host]
+
+
+def test_the_writer_waits_for_no_pause_when_its_queue_fills(engine, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_S", 600)
+    writer = engine.device.recorder.outbox.writer
+    engine.device.pauses.begin()
+    engine.device.pauses.end()
+    monkeypatch.setattr(writer, "has_room", lambda size: size < writer.settings.max_queued_bytes // 2)
+    thread, done = thread_of(writer.file.breathe)
+    thread.join(10)
+    assert done.is_set()
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_what_is_queued_without_forwards_does_not_pile_up(engine, monkeypatch):
+    """No forward comes, but something else does in every moment, so that the engine is never idle."""
+    monkeypatch.setattr(background, "MOST_TOGETHER", 10)
+    monkeypatch.setattr(background, "IDLE_NS", 600_000_000_000)
+    seen = []
+    for number in range(100):
+        engine.device.later(seen.append, number)
+    end = time.monotonic() + 20
+    while len(seen) < 90 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert seen == list(range(len(seen)))
+    assert len(seen) >= 90
+    engine.close()
