@@ -319,6 +319,7 @@ class EventRecording(Recording):
 
         Done by the writer's thread: what happens after this call may be in it too. See docs/guide/segments.md.
         """
+        self.outbox.hand_over()  # what is held comes before it
         self.outbox.writer.freeze(note)
 
     @guarded

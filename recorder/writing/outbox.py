@@ -72,9 +72,10 @@ class Outbox:
     def let_go(self) -> None:
         """Hand over what is held."""
         self._holds = False
-        self._hand_over()
+        self.hand_over()
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Hand what is held to the writer now."""
         held, size = self._held, self._held_bytes
         if held:
             self._held, self._held_bytes = [], 0
@@ -90,7 +91,7 @@ class Outbox:
             return False
         size = event.nbytes
         if self._held_bytes + size > HELD_BYTES:
-            self._hand_over()
+            self.hand_over()
         if not self.writer.has_room(self._held_bytes + size):
             return False
         self._held.append(event)
@@ -106,7 +107,7 @@ class Outbox:
         due = self._owes_loss()
         if not due and not self._requests and self._keep(event):
             return True
-        self._hand_over()
+        self.hand_over()
         said = not due or self._put_loss(event.time_ns)
         if said and self._put_requests(event.time_ns) and self.writer.append(event):
             self.taken += 1
@@ -124,7 +125,7 @@ class Outbox:
         while left and not due and self._keep(left[0]):
             left.popleft()
         if left:
-            self._hand_over()
+            self.hand_over()
         rows = num_rows(left)
         if not due and rows > 1 and self.writer.append(*left):
             self.taken += rows
@@ -151,7 +152,7 @@ class Outbox:
 
     def put_unknown_loss(self, note: str, time_ns: int, status: str = "") -> bool:
         """Hand over a loss event that says that nobody knows what is missing; all state is unknown after it."""
-        self._hand_over()
+        self.hand_over()
         event = loss_event(lost_events=-1, note=note, time_ns=time_ns)
         event.scalars["status"] = status
         if not self.writer.append(event):
@@ -203,7 +204,7 @@ class Outbox:
     def close(self, time_ns: int, timeout: float) -> None:
         """Say what is not yet said and close the writer, waiting at most `timeout` seconds."""
         until = time.monotonic() + timeout
-        self._hand_over()
+        self.hand_over()
         self._put_requests(time_ns)
         if self._unsaid and not self._put_loss(time_ns) and self.writer.flush(timeout):
             self._put_loss(time_ns)  # now there is room; a disk that is stuck leaves a torn file, which says as much

@@ -24,6 +24,7 @@ class Pauses:
     def __init__(self) -> None:
         self.open = False
         self.known = False  # whether it says so at present
+        self._stopped = False
         self._paces: tuple[Pace, ...] = ()
 
     def pace(self) -> "Pace":
@@ -34,7 +35,7 @@ class Pauses:
 
     def begin(self) -> None:
         """Say, on the engine's thread, that it is about to wait."""
-        self.open = self.known = True
+        self.open, self.known = True, not self._stopped
         for pace in self._paces:
             if pace.waits:
                 pace.waits = False
@@ -46,7 +47,7 @@ class Pauses:
 
     def stop(self) -> None:
         """Have nobody wait for another pause: the recording ends."""
-        self.known = False
+        self._stopped, self.known = True, False
         for pace in self._paces:
             pace.wake()
 

@@ -158,3 +158,13 @@ def test_what_is_queued_without_forwards_does_not_pile_up(engine, monkeypatch):
     assert seen == list(range(len(seen)))
     assert len(seen) >= 90
     engine.close()
+
+
+def test_nobody_waits_for_a_pause_of_an_engine_that_goes_on_after_the_end():
+    pauses = Pauses()
+    pauses.begin()
+    assert pauses.known
+    pauses.stop()
+    pauses.begin()
+    pauses.end()
+    assert not pauses.known
