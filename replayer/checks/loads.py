@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...kernels.arrays import Int64Array
-from ...recorder.state.events import TransferEvent
+from ...recorder.state.events import CopyEvent, TransferEvent
 from ...recorder.state.tables import look_up
 from ...recorder.trace.reader import EventView
-from ...recorder.trace.schema import RECEIVE
+from ...recorder.trace.schema import RECEIVE, TIER_HOST
 from ..report.findings import NO_CAUSE, Finding
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, History
@@ -26,15 +26,20 @@ class FailedLoadRead(HistoryCheck):
     kind = "failed_load_read"
     finds = "a forward reads a slot whose load has failed, and that nobody has written since"
     covered = Covered.COMPILED  # which does not run while a pool has slots of which nothing is known
-    events = frozenset({"transfer"})
+    events = frozenset({"transfer", "kv_copy", "loss"})
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
         self._failed: dict[int, Int64Array] = {}  # by group: of each slot the event of its failure + 1, 0 for none
 
     def event(self, view: EventView) -> Iterator[Finding]:
-        """Remember the slots of a load that failed, and forget those that are loaded again."""
+        """Remember the slots of a load that failed, and forget those that are loaded again, or that a copy fills."""
         event = self.history.known
+        if view.kind == "loss":  # the slots that it lists may have been filled, and are unknown for that from now on
+            self._failed.clear()
+        for copy in event.copies if isinstance(event, CopyEvent) else ():
+            if copy.group in self._failed and copy.dst_tier != TIER_HOST:
+                self._failed[copy.group][copy.dst] = 0
         if isinstance(event, TransferEvent) and event.direction == RECEIVE and not self.history.complete:
             if event.status == "failed" and event.group not in self._failed and len(event.slots):
                 num_slots = self.history.header.groups[event.group].num_slots
@@ -60,7 +65,9 @@ class FailedLoadRead(HistoryCheck):
             slots, inside = look_up(view.tables.req_to_token[known.table], rows, positions)
             inside &= (slots > 0) & (slots < len(failed))
             slots = np.where(inside, slots, 0)
-            wrong = np.flatnonzero(inside & (failed[slots] > 0) & group.pool.pool.unknown[slots])
+            suspect = inside & (failed[slots] > 0) & group.pool.pool.unknown[slots]
+            # What another request of the batch computes anew is there before anybody's attention looks.
+            wrong = np.flatnonzero(suspect & ~np.isin(slots, group.request_slots))
             since = failed[slots[wrong]] - 1
 
             def explain(n: int, since: Int64Array = since) -> Explained:
@@ -68,3 +75,15 @@ class FailedLoadRead(HistoryCheck):
 
             where = {"requests": requests[wrong], "positions": positions[wrong], "slots": slots[wrong]}
             yield from self.of_entries(view, group, explain, **where, repeats=self.repeats)
+        for group in view.groups if self._failed else ():
+            failed = self._failed.get(group.pool.index)
+            if failed is not None:
+                failed[group.written[(group.written > 0) & (group.written < len(failed))]] = 0
+
+    def pending(self) -> bool:
+        """Say whether a load has failed whose slots may be read in what follows, which no keyframe says."""
+        return any(failed.any() for failed in self._failed.values())
+
+    def forget(self) -> None:
+        super().forget()
+        self._failed.clear()

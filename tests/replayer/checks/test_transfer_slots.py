@@ -121,3 +121,31 @@ def test_a_slot_whose_load_failed_is_read_without_a_history(make_scene, since: s
         [(7, 3, 0)] if since == "nothing" else []
     )
     assert all(str(failed) in row["detail"] for row in rows)
+
+
+@pytest.mark.parametrize("lost", ["slots that were written since", "everything"])
+def test_a_slot_that_was_filled_since_its_load_failed_may_be_unknown_again(make_scene, lost: str) -> None:
+    scene = make_scene(complete=False)
+    scene.start(7, 1, [3, 4])
+    scene.transfer("failed", "receive", [3], request=7)
+    if lost == "everything":
+        scene.lose()
+        scene.table[1, :2] = 0
+        scene.forward(Part(request=8, row=2, prefix=0, slots=(6,)))
+    else:
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)))
+        scene.transfer("end", "receive", [5], request=8)
+        scene.copy(5, 3, 1)
+    scene.table[1, :2] = [3, 4]
+    scene.forward(Part(request=7, row=1, prefix=2, slots=(7,)))
+    assert scene.judge("failed_load_read") == []
+
+
+def test_what_another_request_of_the_batch_computes_anew_is_not_what_failed(make_scene) -> None:
+    scene = make_scene(complete=False)
+    scene.start(7, 1, [3, 4])
+    scene.transfer("end", "receive", [3, 4], request=7)
+    scene.transfer("failed", "receive", [3, 4], request=7)
+    scene.table[2, :2] = [3, 4]
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=2, slots=(5,)))
+    assert scene.judge("failed_load_read") == []
