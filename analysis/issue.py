@@ -17,7 +17,7 @@ from .incidents.places import open_parquet
 _COUNTS: Final = ("forward", "request", "token")
 _ROWS: Final = 8  # of violations and of findings that are shown
 _TOKEN: Final = re.compile(r"\b(tokens?|instead of|sampled|scheduler has|expected) (\d+)\b")
-_REQUEST: Final = re.compile(r"\b(requests?) (?!R\d)([^\s,;:()]+)(?= |,|;|:|\)|'s|$)")
+_REQUEST: Final = re.compile(r"\b(requests?) (?!R\d+(?![\w-]))([^\s,;:()]+)(?= |,|;|:|\)|'s|$)")
 _PLAIN: Final = frozenset(
     {"and", "is", "was", "did", "hit", "of", "has", "for", "in", "that", "to", "were", "gave", "a", "an", "whose"}
 )

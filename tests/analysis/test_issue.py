@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kvcanary.analysis.errors import AnalysisError
+from kvcanary.analysis.issue import Masked
 from kvcanary.analysis.shrink.shrink import shrink
 from kvcanary.analysis.store import report_incidents
 from kvcanary.cli import main
@@ -105,3 +106,8 @@ def test_a_report_that_may_only_be_read_has_its_issue_all_the_same(report, tmp_p
 @pytest.mark.parametrize("given", ["t.arrow", "t.000003.arrow", "t"])
 def test_a_shrunk_trace_has_one_name(given):
     assert shrunk_path(Path("/a") / given) == Path("/a/t.shrunk.arrow")
+
+
+@pytest.mark.parametrize("name", ["R2-customer", "R22b", "Rabbit"])
+def test_a_name_that_begins_like_one_of_ours_is_masked(name):
+    assert name not in Masked(["first"]).text(f"held by request {name}; then by request R1")
