@@ -13,7 +13,6 @@ import click
 from ...recorder.cli.program import terminal_width
 from ...recorder.errors import printable
 from ...recorder.text_tables import folded, text_table
-from ...replayer.cli.incident_blocks import count_of
 from ..errors import AnalysisError
 from . import errors_end, reports_argument, say_error, sources_named, trace_option
 
@@ -113,6 +112,7 @@ def _question(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(source: Source, found: Triage, asked: dict[int, Asked], show_sql: bool) -> list[str]:
+    from ...replayer.cli.incident_blocks import count_of
     from ..store.triage import lost_line
 
     lines = [

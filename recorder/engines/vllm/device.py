@@ -243,7 +243,9 @@ class DeviceSteps:
                 truth_lens=[tokens.count for tokens in batch.tokens],
                 parts=batch.parts,
                 attention=self._lens(step, attention),
-                states=self._states.on_device(step.given, len(step.names), step.input_ids[:0]),
+                states=self._states.on_device(step.given, len(step.names), step.input_ids[:0])
+                if self._states.pools
+                else (),
                 new_rows=new and any(known.fresh for known in requests or ()),
             )
         )
