@@ -54,7 +54,8 @@ def test_a_folder_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
     def remove(step: int, engine: SimulatedEngine) -> None:
         if step == 10:
-            shutil.rmtree(tmp_path / "traces")
+            # At once: the writer may begin a segment while the files are deleted one by one.
+            shutil.rmtree((tmp_path / "traces").rename(tmp_path / "gone"))
         write_each_step(step, engine)
 
     assert serve(engine, remove) == expected
