@@ -142,7 +142,10 @@ class CopyDiffers(HistoryCheck):
         def add(cause: str, slot: int, said: str = "", since: int = -1) -> None:
             found.setdefault((cause, said or LOADS[cause], since), []).append(slot)
 
-        stored_at: dict[int, int] = {}  # what the storage is known to hold, by its hash; made when a load first differs
+        # What the storage is known to hold, by its hash; made when a load first differs.
+        stored_at: dict[int, int] = {}
+        # Slots that hold what a page of the storage does, and what they held before or what another of the load was to get.
+        either: list[tuple[int, int, tuple[str, int, str]]] = []
         meant = {int(lay): int(to) for lay, to in zip(there[mine], dst[mine], strict=True) if lay}
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i]))) if src[i] else None
@@ -157,20 +160,28 @@ class CopyDiffers(HistoryCheck):
             if landed[i] == dst[i]:
                 add("landed_elsewhere", slot, "was loaded, and its request does not hold it")
             elif came and lay and came != lay:
-                cause = "other_order" if (came ^ lay) & _LOW == 0 else "loaded_wrong"
-                if came == before[i]:
-                    cause = "nothing_landed" if landed[i] < 0 else "landed_elsewhere"
+                stored_at = stored_at or {h: p.event for p in self._stored.values() for h in (p.given, p.held) if h}
+                if came == before[i] and landed[i] >= 0:
+                    add("landed_elsewhere", slot)
+                    add("landed_elsewhere", int(landed[i]), "was overwritten by a load for another slot")
+                elif came == before[i]:
+                    either.append((slot, came, ("nothing_landed", slot, "")))
+                elif (came ^ lay) & _LOW == 0:
+                    add("other_order", slot)
                 elif came in meant:
-                    add("landed_elsewhere", slot, f"was loaded, and holds what slot {meant[came]} was to get")
-                    continue
+                    said = f"was loaded, and holds what slot {meant[came]} was to get"
+                    either.append((slot, came, ("landed_elsewhere", slot, said)))
+                elif came in stored_at:
+                    add("loaded_another", slot, since=stored_at[came])
                 else:
-                    stored_at = stored_at or {h: p.event for p in self._stored.values() for h in (p.given, p.held) if h}
-                    if came in stored_at:
-                        add("loaded_another", slot, since=stored_at[came])
-                        continue
-                add(cause, slot)
-                if cause == "landed_elsewhere":
-                    add(cause, int(landed[i]), "was overwritten by a load for another slot")
+                    add("loaded_wrong", slot)
+        # If others of the load got other pages of the storage, these have got theirs, too.
+        another = any(cause == "loaded_another" for cause, *_ in found)
+        for slot, came, other in either:
+            if another and came in stored_at:
+                add("loaded_another", slot, since=stored_at[came])
+            else:
+                add(*other)
         for (cause, said, since), slots in found.items():
             events = [since] if since >= 0 else []
             yield self.of_slots(event, group, np.array(slots), said, events=events, cause=Cause(cause))

@@ -72,7 +72,6 @@ def window_counted_full(fired: Fired) -> None:
     "failed_load_counted_loaded",
     "copy_failed",
     origin="SGLang",
-    late="the right bytes are there again when the forward's are looked at",
 )
 def told_before_it_had_come(fired: Fired) -> None:
     """The receiver of a transfer is told of its end before the bytes are there. Its first forward reads what stood in the

@@ -34,6 +34,7 @@ def copied_from_an_old_source(fired: Fired) -> None:
 @bug(
     "dingodb/DingoCache#76",
     "offload-qwen-page16",
+    "stored_wrong",
     "host_copy_overwritten",
     "failed_load_counted_loaded",
     "copy_failed",

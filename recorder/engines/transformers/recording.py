@@ -13,11 +13,12 @@ from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import as_rows, on_host, own_int64
 from ...process.injection import Injection
 from ...trace.header import NotWatched, TraceHeader
-from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, TIER_HOST, TIER_POOL, AllocStatus, SlotChange
+from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
 from ..common.hooking import Around, around, beside
 from ..common.injecting import Injector, Undo, injector_of, put_entry, recorder_class, undone
 from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, logprobs_or_none, mode_by_lens, truth_tokens
+from .host_copies import HostCopies
 from .layout import TransformersGroup, attention_input, describe_engine, table_read, written_slots
 
 
@@ -84,6 +85,7 @@ class TransformersRecording:
         self.recorder = begin(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
         self._injector = injector_of(self.recorder, inject)
         self._put_back: Callable[[], None] | None = None
+        self._copies = HostCopies(self.recorder, self._layouts, self._request_id)
         if header.sampler is not None:
             self._sampler = OracleSampler(header.sampler)
             self._sampler.injector = self._injector
@@ -121,6 +123,7 @@ class TransformersRecording:
             self._requests.run(request, self._forward)
         for layout in self._layouts:
             self._record_new_blocks(layout, requests)
+        self._copies.flush()
         ids = [request.request_id for request in requests]
         with undone(None if self._injector is None else redirect(self._injector, self._layouts, io, ids)) as put_back:
             self._begin_forward(io, requests)
@@ -163,6 +166,7 @@ class TransformersRecording:
         self._submitted.clear()
         if error is not None:
             self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}", failed=True)
+            self._copies.after_forward()
             return
         io = processor.inputs_and_outputs
         sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)
@@ -176,6 +180,7 @@ class TransformersRecording:
                 }
             )
         self.recorder.after_forward(**said)
+        self._copies.after_forward()
 
     def on_update(self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended.
@@ -198,6 +203,10 @@ class TransformersRecording:
                 said["room"] = request.seed = parent.seed
             self.recorder.request(request_id=request.request_id, name=request.name, **said)
         return request
+
+    def _request_id(self, name: str) -> int:
+        request = self._requests.get(name)
+        return -1 if request is None else request.request_id
 
     def _record_new_blocks(self, layout: TransformersGroup, requests: list[TransformersRequest]) -> None:
         """Record the blocks that were added to the requests' tables since they were last seen."""
@@ -252,6 +261,7 @@ class TransformersRecording:
         request = self._requests.get(request_id)
         if request is None:
             return
+        self._copies.freed(request_id)
         layout, ledger = self._layouts[allocator.index], allocator.ledger
         freed = [
             block
@@ -306,36 +316,16 @@ class TransformersRecording:
     def on_offload(self, manager: Any, victims: list[Any], tables: dict[str, dict[str, list[int]]]) -> Around:
         """Record the blocks that go to the host."""
         names = yield
-        for name in (state.request_id for state in victims):
-            if names and name in names:
-                self._moved(name, tables[name], manager._request_id_to_cpu_blocks[name], to_host=True)
+        gone = [state.request_id for state in victims if names and state.request_id in names]
+        self._copies.stored(manager, {name: tables[name] for name in gone})
 
     @around
     def on_restore(self, manager: Any, requests_in_batch: list[Any]) -> Around:
-        """Record the blocks that come back from the host."""
-        allocators = manager.cache.cache_allocators
-        copies = []
-        for name in [future.state.request_id for future in requests_in_batch if future.state.is_cpu_offloaded]:
-            pool = {group: list(allocator.block_table.get(name, [])) for group, allocator in allocators.items()}
-            copies.append((name, pool, dict(manager._request_id_to_cpu_blocks.get(name, {}))))
+        """Take note of the blocks that come back from the host."""
+        coming = [future.state.request_id for future in requests_in_batch if future.state.is_cpu_offloaded]
+        loads = [load for name in coming for load in self._copies.loads(manager, name)]
         yield
-        for name, pool, host in copies:
-            self._moved(name, pool, host, to_host=False)
-
-    def _moved(
-        self, name: str, pool_blocks: dict[str, list[int]], host_blocks: dict[str, list[int]], *, to_host: bool
-    ) -> None:
-        """Record a request's blocks that were copied to the host, or back from it."""
-        request, note = self._requests.get(name), "offload" if to_host else "load-back"
-        src_tier, dst_tier = (TIER_POOL, TIER_HOST) if to_host else (TIER_HOST, TIER_POOL)
-        what: dict[str, Any] = {"src_tier": src_tier, "dst_tier": dst_tier, "note": note}
-        for layout, group in zip(self._layouts, pool_blocks, strict=True):
-            blocks = list(zip(pool_blocks[group], host_blocks.get(group, []), strict=False))
-            if blocks:
-                (pool, count), (host, _) = (layout.block_slots(list(side)) for side in zip(*blocks, strict=True))
-                src, dst = (pool, host) if to_host else (host, pool)
-                request_id = request.request_id if request is not None else -1
-                self.recorder.kv_copy(group=layout.index, src=src, dst=dst, count=count, request_id=request_id, **what)
+        self._copies.loaded(loads)
 
 
 def redirect(
