@@ -88,6 +88,21 @@ class Recorder(EventRecording):
         add_attention(self._pending, given, self.header, self._numbers)
 
     @guarded
+    def fed(self, input_ids: Any) -> None:
+        """Replace the `input_ids` `[T]` of the forward that `before_forward` began by what the model was fed.
+
+        For engines whose device fills in the tokens of the step before, so that they can be read behind the forward alone.
+        """
+        if self._pending is None:
+            raise ValueError("fed without before_forward")
+        tokens = self._hash_tokens(own_int64(input_ids, "input_ids"))
+        if tokens.size != self._pending.input_ids.size:
+            raise ValueError(
+                f"input_ids has length {tokens.size}, expected {self._pending.input_ids.size} as in before_forward"
+            )
+        self._pending.input_ids = tokens
+
+    @guarded
     def after_forward(
         self,
         *,

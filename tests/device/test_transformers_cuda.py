@@ -27,11 +27,12 @@ def on_gpu(name: str) -> Any:
     return model(name).to("cuda")
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_are_identical_and_the_trace_is_clean(tmp_path: Path, name: str, graphs: bool) -> None:
+def test_outputs_are_identical_and_the_trace_is_clean(tmp_path: Path, name: str, graphs: bool, overlaps: bool) -> None:
     subject = on_gpu(name)
-    options = {"max_new_tokens": 60, "use_cuda_graph": graphs, "use_async_batching": False}
+    options = {"max_new_tokens": 60, "use_cuda_graph": graphs, "use_async_batching": overlaps}
     expected = generate(subject, **options)
     assert generate(subject, **options) == expected, "the engine does not repeat itself; the comparison means nothing"
     with attach(tmp_path / "trace.arrow") as attachment:
@@ -43,10 +44,13 @@ def test_outputs_are_identical_and_the_trace_is_clean(tmp_path: Path, name: str,
     )
     assert summary.complete
     assert summary.forwards_watched == summary.forwards > 60
-    print(f"{name} graphs={graphs}: {summary.forwards} forwards, {summary.verified} verified, clean")
+    print(
+        f"{name} graphs={graphs} overlaps={overlaps}: {summary.forwards} forwards, {summary.verified} verified, clean"
+    )
 
 
-def test_a_byte_flipped_on_the_device_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_byte_flipped_on_the_device_is_found(tmp_path: Path, overlaps: bool) -> None:
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
     subject = on_gpu("llama")
@@ -68,7 +72,7 @@ def test_a_byte_flipped_on_the_device_is_found(tmp_path: Path) -> None:
 
         ContinuousBatchProcessor._generation_step = step
         try:
-            generate(subject, max_new_tokens=40, use_async_batching=False)
+            generate(subject, max_new_tokens=40, use_async_batching=overlaps)
         finally:
             ContinuousBatchProcessor._generation_step = recorded
     assert attachment.recorder.stats().off == "closed"

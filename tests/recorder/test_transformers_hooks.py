@@ -84,31 +84,6 @@ def test_a_session_that_cannot_begin_is_logged_once(
     assert errors == ["kvcanary: not recording: ValueError: layers [7] asked for, the model has 2 cached layers"]
 
 
-def test_asynchronous_batching_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    subject = model("llama")
-    expected = generate(subject)
-    begin = TransformersRecording.__init__
-
-    def pretend(recording: TransformersRecording, path: Path, processor: Any, **options: Any) -> None:
-        # The real thing needs a GPU; the adapter looks at nothing but this flag.
-        processor.use_async_batching = True
-        try:
-            begin(recording, path, processor, **options)
-        finally:
-            processor.use_async_batching = False
-
-    monkeypatch.setattr(TransformersRecording, "__init__", pretend)
-    with attach(tmp_path / "trace.arrow") as attachment:
-        assert generate(subject) == expected
-        assert attachment.recorder is None
-    assert not (tmp_path / "trace.arrow").exists()
-    errors = [record.getMessage() for record in caplog.records if record.name == "kvcanary"]
-    assert len(errors) == 1
-    assert "asynchronous batching cannot be recorded" in errors[0]
-
-
 def test_only_one_attachment_at_a_time(tmp_path: Path) -> None:
     with attach(tmp_path / "a.arrow") as attachment:
         with pytest.raises(ValueError, match="already recording to"):

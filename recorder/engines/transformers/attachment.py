@@ -189,7 +189,7 @@ class TransformersAttachment(EngineAttachment):
         if self.windows is not None:
             self.windows.begun(recording.recorder)
         cache = processor.cache
-        engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler)
+        engine_parts = (processor, cache, processor.offloading_manager, processor.scheduler, processor.model_runner)
         with self._changing:
             self._recorders.append(recording.recorder)
             if window != self._window:  # it ended meanwhile; steps until the next one would be missing in the trace
@@ -317,7 +317,13 @@ def attach(
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ValueError(f"this transformers is {transformers.__version__}; the adapter knows versions {VERSIONS}")
-    from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
+    from transformers.generation.continuous_batching import (
+        cache,
+        continuous_api,
+        model_runner,
+        offloading_manager,
+        scheduler,
+    )
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     prepare_kernels()  # now, not at the engine's first step
@@ -330,6 +336,7 @@ def attach(
     attachment.install(
         [
             (processor, "_generation_step", "on_step"),
+            (model_runner.ModelRunner, "compute_batch", "on_compute"),
             (processor, "reset", "because reset"),
             (continuous_api.ContinuousBatchingManager, "stop", "on_stop"),
             (allocator, "free_blocks", "on_free"),

@@ -6,6 +6,7 @@ here is `block * tokens_per_page + offset`, the same for all layers. Blocks of t
 slot 0 is free for padding, and the write-trash row maps to it.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from ...capture.forward_input import AttentionInput, TableRead
 from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.kv_tensor import KvTensor
 from ...trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGroup, StateTable, TraceHeader
+
+logger = logging.getLogger("kvcanary")
 
 ALIGN_BYTES = 16
 
@@ -97,6 +100,26 @@ class TransformersGroup:
         return found
 
 
+class StepTensors:
+    """What a step of asynchronous batching gets: the tensors of the device's side, and the requests of the host's.
+
+    Tokens that the step before has sampled are filled into `input_ids` on the device, when the step runs.
+    """
+
+    def __init__(self, pair: Any) -> None:
+        self._device = pair.device_io
+        self.requests_in_batch = pair.host_io.requests_in_batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+def step_tensors(processor: Any) -> Any:
+    """Return what the step that a processor is about to run gets."""
+    io = processor.inputs_and_outputs
+    return StepTensors(io.io_pairs[io.current_pair]) if processor.use_async_batching else io
+
+
 def describe_engine(
     processor: Any, *, layers: tuple[int, ...] | None, capture_bytes: int, seed: int | None = None
 ) -> tuple[TraceHeader, list[TransformersGroup], dict[tuple[int, int], KvSource | KvTensor]]:
@@ -146,10 +169,14 @@ def describe_engine(
                 host_num_slots=offloading._num_cpu_sectors * allocator.blocks_per_sector * layout.page_size,
             )
         )
-    rows = 2 * int(processor.inputs_and_outputs.max_requests_per_batch) + 1
+    rows = 2 * int(step_tensors(processor).max_requests_per_batch) + 1
     width = int(cache.max_tokens_read)
     if all(layout.ring_size for layout in layouts):  # a ring holds requests of any length
         width = max(width, int(getattr(config, "max_position_embeddings", 0) or 0))
+    overlap = ", and steps no longer overlap" if processor.use_async_batching else ""
+    waits = (f"every forward waits for the device{overlap}",) if cache.device.type != "cpu" else ()
+    for note in waits:
+        logger.warning("kvcanary: %s", note)
     header = TraceHeader(
         engine=EngineInfo(name="transformers", version=transformers.__version__),
         model=ModelInfo(name=str(config.model_type), dtype=dtype),
@@ -157,7 +184,7 @@ def describe_engine(
         tables=tuple(StateTable(name=group.name, rows=rows, width=width) for group in groups),
         truth_table=StateTable(name="truth", rows=rows, width=width + 1),
         not_watched=tuple(not_watched),
-        notes=("slot = block * page_size + offset in the page; slot 0 stands for the write-trash row",),
+        notes=("slot = block * page_size + offset in the page; slot 0 stands for the write-trash row", *waits),
     )
     return header, layouts, sources
 

@@ -19,7 +19,7 @@ from ..common.injecting import Injector, Undo, injector_of, put_entry, recorder_
 from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, logprobs_or_none, mode_by_lens, truth_tokens
 from .host_copies import HostCopies
-from .layout import TransformersGroup, attention_input, describe_engine, table_read, written_slots
+from .layout import TransformersGroup, attention_input, describe_engine, step_tensors, table_read, written_slots
 
 
 class TransformersRequest(KnownRequest):
@@ -52,9 +52,9 @@ class TransformersRecording:
         writer_options: dict[str, Any],
         begins: Callable[..., TraceHeader] | None = None,
     ) -> None:
-        if processor.use_async_batching:
+        if processor.use_async_batching and (oracle or inject):
             raise ValueError(
-                "asynchronous batching cannot be recorded: its steps overlap; pass "
+                "neither an oracle samples nor are faults put in where steps overlap; pass "
                 "ContinuousBatchingConfig(use_async_batching=False)"
             )
         header, self._layouts, sources = describe_engine(
@@ -73,6 +73,10 @@ class TransformersRecording:
         self.window = 0  # in which it began
         self._forward = -1
         self._tokens = 0
+        self._io: Any = None  # what the step gets
+        self._waiting: list[
+            TransformersRequest
+        ] = []  # of a step that overlaps with the one before, until it is computed
         self._submitted: dict[tuple[int, int], Any] = {}
         self._streams: dict[tuple[int, str], tuple[int, int]] = {
             (stream.layer, stream.half): (group, number)
@@ -99,7 +103,7 @@ class TransformersRecording:
 
     def _has_history(self, processor: Any) -> bool:
         """Say whether the cache holds something that this trace did not see being written."""
-        batch = processor.inputs_and_outputs.requests_in_batch
+        batch = step_tensors(processor).requests_in_batch
         started = any(future.state.position_offset != future.query_length for future in batch)
         known = {future.state.request_id for future in batch}
         allocators = [layout.allocator for layout in self._layouts]
@@ -115,8 +119,8 @@ class TransformersRecording:
         return force(scores, self._sampler.sample(names, seeds, [future.state.position_offset for future in sampled]))
 
     def before_step(self, processor: Any) -> None:
-        """Record the forward that `_generation_step` is about to run."""
-        io = processor.inputs_and_outputs
+        """Record the forward that `_generation_step` is about to run; if steps overlap, as far as the host knows it."""
+        io = self._io = step_tensors(processor)
         self._forward += 1
         requests = [self._known(future.state) for future in io.requests_in_batch]
         for request in requests:
@@ -124,10 +128,20 @@ class TransformersRecording:
         for layout in self._layouts:
             self._record_new_blocks(layout, requests)
         self._copies.flush()
+        if processor.use_async_batching:
+            self._waiting = requests
+            return
         ids = [request.request_id for request in requests]
         with undone(None if self._injector is None else redirect(self._injector, self._layouts, io, ids)) as put_back:
             self._begin_forward(io, requests)
         self._put_back = put_back
+
+    def on_compute(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Record what a step that overlaps with the one before is about to compute, once that and the copy of its inputs are over."""
+        if self._waiting:
+            runner.inputs_and_outputs.compute_stream.synchronize()
+            requests, self._waiting = self._waiting, []
+            self._begin_forward(self._io, requests)
 
     def _begin_forward(self, io: Any, requests: list[TransformersRequest]) -> None:
         batch = io.requests_in_batch
@@ -162,13 +176,19 @@ class TransformersRecording:
         if self._put_back is not None:
             self._put_back()
             self._put_back = None
+        if self._waiting:  # it has not come to the model
+            self._waiting = []
+            return
+        io = self._io
+        if processor.use_async_batching:
+            processor.inputs_and_outputs.compute_stream.synchronize()
+            self.recorder.fed(io.input_ids[: self._tokens])
         submitted = {key: as_rows(states)[: self._tokens] for key, states in self._submitted.items()}
         self._submitted.clear()
         if error is not None:
             self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}", failed=True)
             self._copies.after_forward()
             return
-        io = processor.inputs_and_outputs
         sampled_lens = np.array([int(future.has_new_token) for future in io.requests_in_batch], np.int64)
         sampled = io.output_ids[0, : int(sampled_lens.sum())]
         said: dict[str, Any] = {"sampled_tokens": sampled, "sampled_lens": sampled_lens, "submitted": submitted}
