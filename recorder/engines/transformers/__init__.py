@@ -3,7 +3,7 @@
     with attach("trace.arrow"):
         model.generate_batch(inputs, ...)
 
-Known to work with transformers 5.19 to 5.23; the block-table fast path (GPU, flash attention) is untested.
+Known to work with transformers 5.19 to 5.23.
 """
 
 from .attachment import TransformersAttachment, attach, attach_from_environment

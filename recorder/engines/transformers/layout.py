@@ -6,6 +6,7 @@ here is `block * tokens_per_page + offset`, the same for all layers. Blocks of t
 slot 0 is free for padding, and the write-trash row maps to it.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -189,10 +190,11 @@ def describe_engine(
     return header, layouts, sources
 
 
-def written_slots(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: Int64Array) -> Int64Array:
-    """Return the slot of each token of the step, `[T]`."""
-    if io.use_block_table:
-        return layout.rows_to_slots(_allocator_rows(layout.allocator.get_write_indices, io, prefix, extend))
+def written_slots(layout: TransformersGroup, io: Any, bs: int) -> Int64Array:
+    """Return the slot of each token of the step, `[T]`, of `bs` requests."""
+    if io.use_block_table:  # the kernel writes each request's token behind those that it attends to
+        ends = np.diff(own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: bs + 1]))
+        return own_int64(_through_table(layout, io, ends, ends - 1).slots)
     return layout.rows_to_slots(own_int64(io.write_index_storage[layout.index, : io.true_write_sizes[layout.index]]))
 
 
@@ -201,19 +203,15 @@ def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: I
 
     They are the block table's; of a ring, whose table says less than that, what the step will index the pool with.
     """
-    if not layout.ring_size and not io.use_block_table:
+    if not layout.ring_size:
         tables = [layout.table(future.state.request_id) for future in io.requests_in_batch]
         found = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int64)
         for row, table in zip(found, tables, strict=True):
             row[: len(table)] = table
         return paged_read(found, layout.page_size, prefix)
-    if io.use_block_table:
-        read = _allocator_rows(layout.allocator.get_read_indices, io, prefix, extend)
-        ends = np.cumsum(_lens(layout, prefix, extend))
-    else:
-        read = own_int64(io.read_index_storage[layout.index, : io.true_read_sizes[layout.index]])
-        ends = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][1 : prefix.size + 1])
-    if not read.size or (not io.max_kv_read and not io.use_block_table):
+    read = own_int64(io.read_index_storage[layout.index, : io.true_read_sizes[layout.index]])
+    ends = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][1 : prefix.size + 1])
+    if not read.size or not io.max_kv_read:
         nothing = np.zeros_like(prefix)
         return TableRead(starts=nothing, counts=nothing, slots=read[:0])
     starts = ends - np.diff(ends, prepend=0)
@@ -237,11 +235,9 @@ def attention_input(
     """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
 
     Layers with a sliding window get the window's length; what it is off by is what the request's is off by. What they
-    read comes from the ring in `table_read` and cannot be held against anything else. Nothing is known of the decode
-    fast path, whose kernel has the block table alone.
+    read comes from the ring in `table_read` and cannot be held against anything else. The decode fast path has a block table
+    in the place of `read_index`.
     """
-    if io.use_block_table:
-        return None
     bs = prefix.size
     seq_lens = end = prefix + extend
     slots: list[TableRead | None] = []
@@ -251,6 +247,9 @@ def attention_input(
         seq_lens = np.where(seq_lens == end, end + got - _lens(layout, prefix, extend), seq_lens)
         if layout.ring_size:
             slots.append(None)
+            continue
+        if io.use_block_table:
+            slots.append(_through_table(layout, io, np.maximum(got, 0)))
             continue
         size = int(io.true_read_sizes[layout.index]) if io.max_kv_read else 0  # else all of it is in the step itself
         read = own_int64(io.read_index_storage[layout.index, :size])
@@ -274,9 +273,10 @@ def _with_predecessors(
     return np.insert(slots, offsets, np.array(before, np.int64)), first, counts
 
 
-def _allocator_rows(indices_of: Any, io: Any, prefix: Int64Array, extend: Int64Array) -> Int64Array:
-    """Return the physical rows of a step on the decode fast path, which needs a GPU with flash attention; untested."""
-    rows: list[int] = []
-    for future, past, query in zip(io.requests_in_batch, prefix, extend, strict=True):
-        rows.extend(indices_of(future.state.request_id, int(past), int(query)))
-    return np.array(rows, np.int64)
+def _through_table(layout: TransformersGroup, io: Any, ends: Int64Array, starts: Int64Array | None = None) -> TableRead:
+    """Return the slots of positions up to `ends`, `[bs]`, through the block table that the decode fast path's kernel gets.
+
+    An entry counts in pages, of which a block has one for each layer and half.
+    """
+    read = paged_read(io.block_table[layout.index, : ends.size], layout.page_size, ends, starts=starts)
+    return dataclasses.replace(read, slots=layout.rows_to_slots(own_int64(read.slots)))

@@ -164,7 +164,7 @@ class TransformersRecording:
                 extend_lens=extend,
                 input_ids=io.input_ids[:tokens],
                 positions=io.position_ids[:tokens],
-                out_cache_loc=tuple(written_slots(layout, io, prefix, extend) for layout in self._layouts),
+                out_cache_loc=tuple(written_slots(layout, io, prefix.size) for layout in self._layouts),
                 reads=tuple(table_read(layout, io, prefix, extend) for layout in self._layouts),
                 truth=truth_tokens(truth),
                 attention=attention_input(self._layouts, io, prefix, extend),
