@@ -18,6 +18,7 @@ ROUNDS = (
     "seventh_round",
     "eighth_round",
     "ninth_round",
+    "tenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -30,6 +30,7 @@ SETUPS = {
     "recurrent": ("lfm2", 1, 512, False, 4, False),
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
+    "llama-no-tree": ("llama", 1, 160, False, 3, False),
 }
 
 
@@ -77,6 +78,7 @@ def generate(setup: str, folder: Path) -> None:
         model_path=f"models/{model}",
         **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
         disable_overlap_schedule=not overlap,
+        disable_radix_cache=setup == "llama-no-tree",
         page_size=page,
         max_total_tokens=slots,
         random_seed=1,

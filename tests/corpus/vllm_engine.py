@@ -46,6 +46,7 @@ SETUPS = {
     "llama-eagle-parts": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-parts": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-loads-two": ("llama", {"kv_transfer_config": LOADS}),
     "hybrid-loads": ("hybrid", {"kv_transfer_config": LOADS}),
     "llama-loads-late": (
         "llama",
@@ -135,6 +136,9 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
     if setup == "llama-loads-parts":  # that go apart inside a block
         batches = [prompts, [shared[:68] + tokens(50), shared[:68] + tokens(44)], again]
+    if setup == "llama-loads-two":  # that have nothing in common and come again together
+        prompts[1], prompts[3] = tokens(70), tokens(75)
+        batches = [prompts, [prompts[1] + tokens(3), prompts[3] + tokens(5), *again]]
     if setup == "llama-eagle-parts":  # that go apart right behind a block
         batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
