@@ -149,9 +149,12 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
     requests = _requests(places, clusters, len(ranked))
     by_kind: dict[str, int] = {}
     by_event: dict[int, list[int]] = {}
+    by_cause: dict[int, int] = {}
     for number, one in enumerate(ranked):
         kind, diagnosis = kind_of(one)
-        same = []
+        same = [by_cause[event] for event in _given_back(one) if event in by_cause]
+        if diagnosis is not None and diagnosis.cause_event >= 0:
+            by_cause.setdefault(diagnosis.cause_event, number)
         if diagnosis is not None:  # a mistake in code comes back whenever that runs
             same.append(by_kind.setdefault(_mistake(kind), number))
         if diagnosis is not None and diagnosis.follows_event >= 0:
@@ -174,6 +177,17 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
     if total > len(ranked):
         _place_the_rest(labels, len(ranked), places, clusters)
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+
+
+def _given_back(ranked: Ranked) -> list[int]:
+    """Return the events that gave back the slot of a cluster's first sign, since which it was given out once at most."""
+    found: list[int] = []
+    for fact in ranked.cluster.history(ranked.cluster.first):
+        if fact.what == "free":
+            found.append(fact.event)
+        elif fact.what == "alloc":
+            found = found[-1:]
+    return found
 
 
 def _requests(places: Places, clusters: Int64Array, total: int) -> list[set[int]]:

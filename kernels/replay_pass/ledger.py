@@ -184,6 +184,13 @@ def judge_reads_loops(
                     flags += READ_RECYCLED
             elif state == HELD and owner != request and 0 < content < ledger[slot, ALLOC]:
                 flags = NEVER_WRITTEN
+            elif (
+                state == FREE
+                and positions[i] < fresh
+                and 0 < seen < ledger[slot, LEFT]
+                and content < ledger[slot, LEFT]
+            ):
+                flags = READ_FREE  # given back between two forwards of a request that goes on reading it
             if ledger[slot, STAMP] == serial:
                 if ledger[slot, STAMP_REQUEST] == PADDING_WRITER:
                     flags += PADDED

@@ -70,6 +70,12 @@ class GroupKvShadow:
                 found.append((stream, slots[changed], content[changed]))
         return found
 
+    def otherwise(self) -> Int64Array:
+        """Return the slots that do not hold what is known of them, or of which nothing is known, `[n]`; it reads the whole pool."""
+        every = np.arange(1, self._tiers[TIER_POOL].known.size, dtype=np.int64)
+        changed = [slots for _, slots, _ in self.changes(every, every[:0])]
+        return np.concatenate((np.setdiff1d(every, self.known_bytes(every)[0]), *changed))
+
     def _plainly_same(self, read: Int64Array) -> bool:
         """Say whether compiled loops see that nothing differs, which is nearly always so."""
         pool, shift = self._tiers[TIER_POOL], self.group.slot_shift

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import BoolArray, Int64Array
+from ...kernels.replay_pass.ledger import CONTENT
 from ...recorder.state.events import CopyEvent
 from ...recorder.state.forward import UnusableEventError
 from ...recorder.trace.reader import EventView
@@ -142,10 +143,15 @@ class CopyDiffers(HistoryCheck):
         def add(cause: str, slot: int, said: str = "", since: int = -1) -> None:
             found.setdefault((cause, said or LOADS[cause], since), []).append(slot)
 
-        # What the storage is known to hold, by its hash; made when a load first differs.
-        stored_at: dict[int, int] = {}
         # Slots that hold what a page of the storage does, and what they held before or what another of the load was to get.
         either: list[tuple[int, int, tuple[str, int, str]]] = []
+        known: dict[int, int] = {}
+
+        def stored_at(held: int) -> int:
+            """Return the event since which the storage holds that, by its hash, -1 for none; looked for if anything differs."""
+            known.update({} if known else {h: p.event for p in self._stored.values() for h in (p.given, p.held) if h})
+            return known.get(held, -1)
+
         meant = {int(lay): int(to) for lay, to in zip(there[mine], dst[mine], strict=True) if lay}
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i]))) if src[i] else None
@@ -153,47 +159,58 @@ class CopyDiffers(HistoryCheck):
             if came and not lay and stored is not None:  # a storage that cannot be read
                 lay = stored.given
             if stored is not None and stored.given and lay and stored.given != lay:
-                cause = "stored_wrong" if stored.held == lay else "changed_in_store"
                 if (stored.given ^ lay) & _LOW == 0:
-                    cause = "other_order"
-                add(cause, slot, since=stored.event)
+                    add("other_order", slot, since=stored.event)
+                elif stored.held == lay:
+                    add("stored_wrong", slot, since=stored.event)
+                elif stored_at(lay) >= 0:
+                    add("stored_over", slot, since=stored_at(lay))
+                else:
+                    add("changed_in_store", slot, since=stored.event)
             if landed[i] == dst[i]:
                 add("landed_elsewhere", slot, "was loaded, and its request does not hold it")
             elif came and lay and came != lay:
-                stored_at = stored_at or {h: p.event for p in self._stored.values() for h in (p.given, p.held) if h}
                 if came == before[i] and landed[i] >= 0:
                     add("landed_elsewhere", slot)
                     add("landed_elsewhere", int(landed[i]), "was overwritten by a load for another slot")
                 elif came == before[i]:
-                    either.append((slot, came, ("nothing_landed", slot, "")))
+                    lies = stored is not None and stored.slot != slot and self._unchanged(group, stored)
+                    either.append((slot, came, ("not_landed_here" if lies else "nothing_landed", slot, "")))
                 elif (came ^ lay) & _LOW == 0:
                     add("other_order", slot)
                 elif came in meant:
                     said = f"was loaded, and holds what slot {meant[came]} was to get"
                     either.append((slot, came, ("landed_elsewhere", slot, said)))
-                elif came in stored_at:
-                    add("loaded_another", slot, since=stored_at[came])
+                elif stored_at(came) >= 0:
+                    add("loaded_another", slot, since=stored_at(came))
                 else:
                     add("loaded_wrong", slot)
         # If others of the load got other pages of the storage, these have got theirs, too.
         another = any(cause == "loaded_another" for cause, *_ in found)
         for slot, came, other in either:
-            if another and came in stored_at:
-                add("loaded_another", slot, since=stored_at[came])
+            if another and stored_at(came) >= 0:
+                add("loaded_another", slot, since=stored_at(came))
             else:
                 add(*other)
         for (cause, said, since), slots in found.items():
             events = [since] if since >= 0 else []
             yield self.of_slots(event, group, np.array(slots), said, events=events, cause=Cause(cause))
 
+    def _unchanged(self, group: int, stored: _Stored) -> bool:
+        """Say whether nothing is known to have filled the slot that was stored since then: a load into it would not show."""
+        rows = self.history.ledger.rows[group]
+        return 0 <= stored.slot < len(rows) and int(rows[stored.slot, CONTENT]) <= stored.event + 1
+
 
 LOADS: Final = {
     "stored_wrong": "was loaded from a copy that was stored wrong",
+    "stored_over": "was loaded from a copy in whose place another page was stored",
     "changed_in_store": "was loaded from a copy that changed in the storage after it was stored",
     "other_order": f"was loaded, and holds {_OTHER_ORDER}",
     "loaded_wrong": "was loaded, and holds other bytes than the storage",
     "loaded_another": "was loaded, and holds what was stored in another page",
     "nothing_landed": "was to be loaded, and holds what it held before",
+    "not_landed_here": "was to be loaded, and holds what it held before, while it lies where it was stored from still",
     "landed_elsewhere": "was to be loaded, and the bytes lie in another slot",
 }
 

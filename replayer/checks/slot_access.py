@@ -28,13 +28,14 @@ from .history import ForwardView, History
 class ReadAfterFree(LedgerCheck):
     """A forward reads a slot that is free.
 
-    A forward launched before a free (overlap's one extra forward of a finished request) is recorded before it.
+    A forward launched before a free (overlap's one extra forward of a finished request) is recorded before it. If not every
+    slot is reported, a slot that was given back may have been given out since: then only one that its request goes on
+    reading is found, if it was given back since the request's last forward and nothing has filled it.
     """
 
     kind = "read_after_free"
     finds = "a forward reads a slot that is free"
     covered = Covered.COMPILED
-    needs_complete = True
     reads = ledger.READ_FREE
 
     def _explain(self, access: Access) -> Explained:

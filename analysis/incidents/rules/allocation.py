@@ -96,6 +96,13 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
     first = cluster.finding("read_after_free", "read_of_foreign_slot")
     if first is None:
         return None
+    gone = [fact for fact in cluster.history(first) if fact.what in ("free", "evict")]
+    if first.kind == "read_after_free" and not cluster.complete and gone and gone[-1].what == "free":
+        # Whoever had it before may have given it back once more.
+        score = 0.92 if len(gone) == 1 else POSSIBLE
+        said = f"{first.place} was given back in event {gone[-1].event}, nobody says by whom, while {first.reader} had it, "
+        said += f"which read it in {first.when}"
+        return cluster.diagnosis(score, said, first, gone[-1].event, first.event, cause=gone[-1].event)
     said = f"{first.reader} read {first.place} in {first.when}, which it no longer holds: it {first.detail}"
     return cluster.diagnosis(0.5 if not cluster.has_trace else 0.35, said, first)
 

@@ -13,9 +13,10 @@ from ..cluster import (
     rule,
     slot_query,
 )
+from ..evidence import POSSIBLE
 from ..facts import Fact
 from ..observed import open_transfer
-from .copies import copy_finding
+from .copies import NOTHING_LANDED, copy_finding
 
 _NEW_WEIGHTS = "other_weights"
 _PREFILL_MODES = ("extend", "mixed", "draft_extend")
@@ -201,11 +202,14 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     if read is not None:
         said = f"{read.reader} read {read.place} in {read.when}, {read.detail[6:]}: it counts as loaded"
         return cluster.diagnosis(0.94, said, read, read.event, cause=read.event)
-    copy = copy_finding(cluster, "nothing_landed", "loaded_wrong")
+    copy = copy_finding(cluster, *NOTHING_LANDED, "loaded_wrong")
     if copy is not None:
         said = f"{copy.place} of {copy.reader} {copy.detail}, in {copy.when}, and counts as loaded"
-        beside = copy_finding(cluster, "landed_elsewhere", "other_order", "stored_wrong", "changed_in_store")
-        return cluster.diagnosis(0.92 if beside is None else 0.6, said, copy, cause=copy.event)
+        beside = copy_finding(
+            cluster, "landed_elsewhere", "other_order", "stored_wrong", "stored_over", "changed_in_store"
+        )
+        score = 0.6 if beside is not None else POSSIBLE if copy.cause == "not_landed_here" else 0.92
+        return cluster.diagnosis(score, said, copy, cause=copy.event)
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue
@@ -256,6 +260,10 @@ def host_copy_overwritten(cluster: Cluster) -> Diagnosis | None:
     if twice is not None:
         said = f"{twice.place} {twice.detail}, in {twice.when}: whoever loads either gets what was stored last"
         return cluster.diagnosis(0.95, said, twice, *twice.evidence, cause=twice.event)
+    over = copy_finding(cluster, "stored_over")
+    if over is not None:
+        said = f"{over.place} {over.detail}, in {over.when}: what was stored there is gone, and its entry still leads there"
+        return cluster.diagnosis(0.95, said, over, *over.evidence, cause=min([*over.evidence, over.event]))
     for sign in cluster.head:
         load = cluster.filled(sign)
         if load is not None and load.what == "loaded" and load.together > 1:

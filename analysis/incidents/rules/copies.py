@@ -1,6 +1,12 @@
 """What went wrong with KV that goes to a storage and comes back: which hop lied."""
 
+from typing import Final
+
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
+from ..evidence import POSSIBLE
+
+NOTHING_LANDED: Final = ("nothing_landed", "not_landed_here")
+EITHER: Final = POSSIBLE - 0.05  # of a load that failed, or went where it was stored from
 
 
 def copy_finding(cluster: Cluster, *causes: str) -> Sign | None:
@@ -34,6 +40,12 @@ def load_landed_elsewhere(cluster: Cluster) -> Diagnosis | None:
     """A load writes to other slots than its request was given: these keep what they held, those are overwritten.
     (conformance)
     """
+    back = copy_finding(cluster, "not_landed_here")
+    if back is not None and copy_finding(cluster, "landed_elsewhere") is None:
+        later = next((s for s in cluster.signs if s.cause == "landed_elsewhere"), None)
+        where = "may have gone there" if later is None else f"went there: that of {later.when} went to other slots, too"
+        said = f"{back.place} {back.detail}, in {back.when}: the load {where}"
+        return cluster.diagnosis(EITHER if later is None else 0.9, said, back, cause=back.event)
     sign = copy_finding(cluster, "landed_elsewhere")
     if sign is None and (other := copy_finding(cluster, "loaded_another")) is not None and _left_out(cluster, other):
         return _diagnosis(cluster, other, "of the same load other slots got nothing, so it wrote to the wrong ones")
@@ -43,13 +55,13 @@ def load_landed_elsewhere(cluster: Cluster) -> Diagnosis | None:
 def _left_out(cluster: Cluster, sign: Sign) -> bool:
     """Whether a slot of the same load, of another pool group say, holds what it held before."""
     of_load = [s for s in cluster.signs if (s.request_id, s.forward) == (sign.request_id, sign.forward)]
-    return any(s.cause == "nothing_landed" for s in of_load)
+    return any(s.cause in NOTHING_LANDED for s in of_load)
 
 
 @rule("read before its load landed", branch="transfer")
 def read_before_landed(cluster: Cluster) -> Diagnosis | None:
     """A load is taken for ended, its slots are read, and its bytes come later. (conformance)"""
-    sign, late = copy_finding(cluster, "nothing_landed"), cluster.finding("load_landed_late", anywhere=True)
+    sign, late = copy_finding(cluster, *NOTHING_LANDED), cluster.finding("load_landed_late", anywhere=True)
     if sign is None or late is None:
         return None
     return _diagnosis(cluster, sign, f"it landed before {late.when}, after its request had read it")

@@ -19,6 +19,8 @@ from .layout import TransformersGroup
 MAX_HASHED_BYTES: Final = 64 << 20  # at one end of a request's blocks of a group
 LATE_STEPS: Final = 16  # in which blocks are read again that had not landed when their forward began
 MAX_LATE: Final = 64  # blocks that are waited for at a time
+SEARCHES: Final = 16  # for where a load landed instead, in a recording
+MAX_SEARCHED_SLOTS: Final = 1 << 20
 
 
 class Load(NamedTuple):
@@ -41,6 +43,7 @@ class HostCopies:
         self._recorder = recorder
         self._layouts = layouts
         self._request_id = request_id
+        self._searches = SEARCHES
         self._landed: list[Load] = []  # loads that the engine takes for done, and that are not recorded yet
         self._late: list[tuple[int, Load]] = []  # steps left, and a load of one block that had not landed
 
@@ -82,9 +85,10 @@ class HostCopies:
         landed, self._landed = self._landed, []
         for load in landed:
             here = hash_blocks(load.layout.allocator._copy_view, load.blocks)
-            ends = CopyEnds(load.there, here, load.before, _no_more(load.blocks)[1])
-            self._record("load-back", load.layout, (load.host_blocks, load.blocks), ends, load.name)
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
+            landed = self._landed_at(load, missing)
+            ends = CopyEnds(load.there, here, load.before, landed)
+            self._record("load-back", load.layout, (load.host_blocks, load.blocks), ends, load.name)
             for at in missing[: MAX_LATE - len(self._late)].tolist():
                 one = slice(at, at + 1)
                 parts = load.blocks[one], load.host_blocks[one], load.there[one], load.before[one]
@@ -99,6 +103,17 @@ class HostCopies:
                 self._record("landed late", load.layout, ([0], load.blocks), ends, load.name, whole=False)
             elif left > 1:
                 self._late.append((left - 1, load))
+
+    def _landed_at(self, load: Load, missing: Int64Array) -> Int64Array:
+        """Return the first slot of the block that has the bytes of each block of a load, `[n]`, -1 for none that is found."""
+        found, view = np.full(len(load.blocks), -1, np.int64), load.layout.allocator._copy_view
+        if missing.size and self._searches and load.layout.num_slots <= MAX_SEARCHED_SLOTS:
+            self._searches -= 1
+            size = load.layout.page_size
+            others = np.setdiff1d(self._recorder.kv[load.layout.index].otherwise() // size, [0, *load.blocks])
+            at = dict(zip(hash_blocks(view, others.tolist()).tolist(), others.tolist(), strict=True))
+            found[missing] = [at[lay] * size if lay in at else -1 for lay in load.there[missing].tolist()]
+        return found
 
     def freed(self, name: str) -> None:
         """Wait no longer for what was to be loaded to a request's blocks, which it is about to give back."""

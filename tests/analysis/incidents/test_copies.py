@@ -61,6 +61,11 @@ CASES = {
         [("copy_differs", "changed_in_store", 12)],
         ["stored_wrong"],
     ),
+    "another stored in its place": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (20, 8, (OTHER, OTHER), STORE), (4, 12, (OTHER, OTHER), LOAD)],
+        [("copy_differs", "stored_over", 12)],
+        ["host_copy_overwritten"],
+    ),
     "another order": (
         [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (RIGHT, TURNED, EMPTY), LOAD)],
         [("copy_differs", "other_order", 12)],
@@ -115,6 +120,18 @@ def test_a_load_whose_pages_are_shifted(copies: Copies, tmp_path: Path) -> None:
     findings, incidents = copies.found(tmp_path / "r")
     assert {(slot, cause) for _, cause, slot in findings} == {(12, "nothing_landed"), (16, "landed_elsewhere")}
     assert incidents == ["load_landed_elsewhere"]
+
+
+def test_a_load_that_took_the_pages_behind(copies: Copies, tmp_path: Path) -> None:
+    """The first slot held what it gets before, by chance; that the other got another page as well says where it is from."""
+    third = int(end_hashes([ROWS + 2])[0])
+    for src, dst, held in ((8, 4, RIGHT), (20, 8, OTHER), (24, 20, third)):
+        copies.copy(src, dst, (held, held), **STORE)
+    ends = CopyEnds(*map(np.array, ([RIGHT, OTHER], [OTHER, third], [OTHER, EMPTY], [-1, -1])))
+    copies.recorder.kv_copy(group=0, src=[4, 8], dst=[12, 16], count=[PAGE, PAGE], request_id=7, ends=ends, **LOAD)
+    findings, incidents = copies.found(tmp_path / "r")
+    assert {(slot, cause) for _, cause, slot in findings} == {(12, "loaded_another"), (16, "loaded_another")}
+    assert incidents == ["load_of_other_prefix"]
 
 
 @pytest.mark.parametrize("count", [0, PAGE], ids=["seen", "loaded anew"])

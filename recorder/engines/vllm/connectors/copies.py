@@ -327,12 +327,9 @@ class ConnectorCopies:
         group, kv = load.pages[at].group, self._recorder.kv[load.pages[at].group.index]
         if self._searches and group.num_slots <= MAX_SEARCHED_SLOTS:
             self._searches -= 1
-            every = np.arange(group.block_size, group.num_slots, dtype=np.int64)
-            changed = np.concatenate([every[:0], *(slots for _, slots, _ in kv.changes(every, every[:0]))])
-            unknown = np.setdiff1d(every, kv.known_bytes(every)[0])
-            mine = [page.block for page in load.pages]  # and where it came from, which may hold it still
+            mine = [0, *(page.block for page in load.pages)]  # and where it came from, which may hold it still
             mine.append(self._pages.find(self, load.pages[at])[1])
-            blocks = np.setdiff1d(np.concatenate([changed, unknown]) // group.block_size, mine)
+            blocks = np.setdiff1d(kv.otherwise() // group.block_size, mine)
             # What another load has brought is not this one's.
             others = [b for b in blocks.tolist() if self._right.get((group.index, b)) != load.there[at]]
             found = self.hash_here([Page(group, block, "") for block in others]) == load.there[at]
