@@ -103,6 +103,8 @@ class StateSlots:
                     # Nobody was seen to fill it, and its bytes say that nobody has; unless they stay what they are, or are
                     # those of a request that begins.
                     cause = "" if old in (0, new) or forward.prefix_lens[request] <= 0 else "cleared"
+                if not cause and source == slot and slots[slot, STATE_HASH] == old == new != self.cleared[pool, 0]:
+                    cause = "left_as_it_was" if new and _took_another_token(forward, truth, request) else ""
                 self.cleared[pool, 1] |= not forward.failed and new != 0 and new == self.cleared[pool, 0]
                 if written.setdefault((pool, slot), request) != request:
                     cause = "same_forward"
@@ -159,6 +161,17 @@ def _prefix_chain(forward: Forward, truth: Truth, request: int, length: int) -> 
         return 0
     total = _words(tokens, np.arange(length)).sum(dtype=np.uint64, keepdims=True).view(np.int64)
     return int(_nonzero(total + _NOTHING_READ)[0])
+
+
+def _took_another_token(forward: Forward, truth: Truth, request: int) -> bool:
+    """Say whether a request computed one token, and another one than the last of its prefix: that changes any state."""
+    row, prefix = int(forward.req_pool_indices[request]), int(forward.prefix_lens[request])
+    known = truth is not None and forward.truth_lens is not None and forward.truth_lens[request] >= prefix > 0
+    if forward.failed or not known or truth is None or not 0 < row < len(truth) or forward.extend_lens[request] != 1:
+        return False
+    fed = int(forward.input_ids[int(np.maximum(forward.extend_lens[:request], 0).sum())])
+    before = int(truth[row, prefix - 1])
+    return UNKNOWN_TOKEN not in (fed, before) and fed != before
 
 
 def _words(tokens: npt.NDArray[np.integer], positions: Int64Array) -> npt.NDArray[np.uint64]:

@@ -15,13 +15,15 @@ SAID: Final = {  # by cause
     "other_position": "it holds that of {position} tokens",
     "changed_bytes": "its bytes are not those that were left there",
     "cleared": "its bytes are those of a slot that was zeroed, and nobody was seen to fill it",
+    "left_as_it_was": "the forward left it as it was, with another token computed",
     "same_forward": "another request of the forward writes it, too",
 }
 
 
 @register
 class StateDiffers(HistoryCheck):
-    """A request goes on from a state slot that holds another prefix, another position, or other bytes than were left there.
+    """A request goes on from a state slot that holds another prefix, another position, or other bytes than were left there, or
+    leaves it as it was.
 
     What a slot holds is known by what filled it: a forward, a copy of another slot, or zeros. A slot that nobody was seen to
     fill is judged by its bytes alone: they may be those of a zeroed slot, if no forward has left such; a chain in which a token

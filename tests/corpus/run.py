@@ -97,6 +97,14 @@ ROUND_NOTES = (
             "were right). What is observed alone said the right branch of all 15. The marks of two that said their first read too early were mended after the count, and the two recorded again."
         ),
     ),
+    (
+        "b42a605",
+        (
+            "Of the five that were found clean two are of SGLang, whose trace promises no whole history of its slots. Those that were "
+            "stored or loaded wrong in transformers were recorded again behind the count, with what its adapter hashes since, and so was "
+            "vLLM's adapter. `step_without_drafts_feeds_no_drafter` is what vLLM does itself, and stays unknown."
+        ),
+    ),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

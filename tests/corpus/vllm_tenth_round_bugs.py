@@ -194,6 +194,7 @@ def adapter_loaded_anew_in_its_place(fired: Fired) -> None:
     "prefix_not_computed",
     "kv_write_lost",
     origin="vllm-metal",
+    recorded=False,  # vLLM itself leaves its drafter out of some steps
 )
 def step_without_drafts_feeds_no_drafter(fired: Fired) -> None:
     """In a batch of a certain size no tokens are drafted, and the drafter returns before it has taken in what the target has computed. When

@@ -127,10 +127,13 @@ def cache_kept_over_new_weights(cluster: Cluster) -> Diagnosis | None:
 
 @rule("recurrent state of another prefix", branch="content")
 def state_restored_for_other_prefix(cluster: Cluster) -> Diagnosis | None:
-    """A request goes on from recurrent state that is not its own prefix's: a wrong checkpoint, a slot freed too early, a
-    checkpoint saved too late. (lab)
+    """A request goes on from recurrent state that is not its own prefix's, or comes to have such: a wrong checkpoint, a slot
+    freed too early, a checkpoint saved too late, an older state put back. (lab)
     """
+    sign = cluster.finding("state_differs")
     words = "{0.reader} read recurrent state that is not its own in {0.when}: it {0.detail}"
+    if sign is not None and sign.cause == "left_as_it_was":
+        words = "what {0.reader} computed in {0.when} is not in its recurrent state: it {0.detail}"
     return cluster.said_by("state_differs", words)
 
 

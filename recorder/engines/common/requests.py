@@ -122,6 +122,10 @@ class RequestRows(Generic[R]):
         """Return requests as `get` does."""
         return list(map(self._by_name.get, names))
 
+    def live(self) -> list[R]:
+        """Return all that are known."""
+        return list(self._by_name.values())
+
     def see(self, name: str) -> tuple[R, bool]:
         """Return a request and whether it is new."""
         known = self._by_name.get(name)

@@ -28,6 +28,7 @@ from .connectors.pairs import role_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
 from .drafts import DraftForwards
+from .identity import Identities
 from .layout import VllmLayout, describe_engine
 from .logprobs import StepLogprobs
 from .not_watched import not_watched, why_no_slots
@@ -39,7 +40,6 @@ from .step import (
     VllmRequests,
     chosen_attention,
     forwards_of,
-    identity_of,
     prompt_of,
     same_attention,
 )
@@ -87,6 +87,7 @@ class VllmRecording:
         self.recorder: Any = begin_new(path, lambda path: self._begin_trace(path, header, settings, runner, connector))
         recorder: Any = self.recorder
         self.requests = VllmRequests(header.tables[0].rows)
+        self.identities = Identities(runner, self.requests, self._say)
         self.history: BlockHistory | None = None
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
@@ -143,6 +144,7 @@ class VllmRecording:
             self.history.attach(lambda hook: while_true(lambda: self.history is not None, hook), history_fault)
         self.external.attach(on_fault)
         self.drafts.attach(on_fault)
+        self.identities.attach(on_fault)
 
     def see(self, name: str, prompt_len: int, request: Any) -> VllmRequest:
         """Return a request of the engine's; a new one is recorded."""
@@ -150,9 +152,12 @@ class VllmRecording:
         if new:
             self._requests_changed = True
             known.prompt_len = prompt_len
-            known.identity = identity = identity_of(request)
-            self.recorder.request(request_id=known.request_id, name=name, prompt_len=prompt_len, identity=identity)
+            self.identities.begin(known, request)
         return known
+
+    def _say(self, known: VllmRequest) -> None:
+        said: dict[str, Any] = {"name": known.name, "prompt_len": known.prompt_len, "identity": known.identity}
+        self.recorder.request(request_id=known.request_id, **said)
 
     def begin_step(self, runner: Any, output: Any) -> None:
         """Record what the scheduler says of a step's requests."""
@@ -165,6 +170,7 @@ class VllmRecording:
             for name in gone:
                 self.left(name, "retracted")
         self._record_copies(getattr(output, "kv_cache_block_copies", None) or ())
+        self.identities.begin_step()
         self.external.begin_step(output.num_scheduled_tokens)
         with self.requests.lock:
             for new in output.scheduled_new_reqs:

@@ -42,23 +42,6 @@ def prompt_of(request: Any) -> tuple[Int64Array, Int64Array]:
     return np.array(tokens, np.int64), unknown
 
 
-def identity_of(request: Any) -> list[IdentityValue]:
-    """Return what a request's KV depends on beside its tokens: the scheduler's request, or what a worker is told of it."""
-    found = []
-    if hasattr(request, "lora_request"):
-        lora = request.lora_request
-        path = "" if lora is None else str(getattr(lora, "lora_path", "") or f"number {lora.lora_int_id}")
-        found.append(IdentityValue("adapter", path))
-    if hasattr(request, "cache_salt"):  # workers are not told
-        found.append(IdentityValue("salt", request.cache_salt or ""))
-    if hasattr(request, "mm_features"):
-        found.append(IdentityValue("media", ""))
-        for item in request.mm_features or ():
-            place = item.mm_position
-            found.append(IdentityValue("media", item.mm_hash or item.identifier, place.offset, place.length))
-    return found
-
-
 class VllmRequest(KnownRequest):
     """One request; its tokens are the prompt's and those that steps have sampled."""
 
@@ -67,7 +50,9 @@ class VllmRequest(KnownRequest):
         self.prompt_len = 0
         self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
         self.fresh = True  # has not run since it was given its row
-        self.identity: list[IdentityValue] = []  # what its KV depends on beside its tokens
+        self.declared: list[IdentityValue] = []  # what its KV depends on beside its tokens, as the engine says
+        self.identity: list[IdentityValue] = []  # that, and the weights that were seen
+        self.adapter = 0  # its number
         self.blocks: list[list[int]] = []  # of each of the engine's groups, as the scheduler says
 
     def begin(self, tokens: Sequence[int] | Int64Array) -> None:

@@ -18,9 +18,10 @@ from kvcanary.recorder.engines.common.hooking import WhenImported, when_imported
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module
+from kvcanary.recorder.engines.vllm.identity import identity_of
 from kvcanary.recorder.engines.vllm.kv import head_views, layer_number, row_source
 from kvcanary.recorder.engines.vllm.layout import fed_otherwise, kind_of, ranks_of
-from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, identity_of, levels, table_read
+from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, levels, table_read
 
 from .fake_engine import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from .groups import group

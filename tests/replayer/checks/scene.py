@@ -121,7 +121,7 @@ class Scene:
         sampled: tuple[list[int], list[int]] = ((), ()),
         attention: AttentionInput | None = None,
         failed: bool = False,
-        leaves_zeros: bool = False,
+        leaves: int | None = None,
     ) -> int:
         """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth."""
         ids, positions, slots = [], [], []
@@ -159,7 +159,7 @@ class Scene:
         )
         for part in parts:
             if part.state >= 0:
-                self.states[part.state] = 0 if leaves_zeros else part.prefix + len(part.slots)
+                self.states[part.state] = part.prefix + len(part.slots) if leaves is None else leaves
         tokens, lens = sampled
         given = [*lens, *[0] * pad] if len(lens) else ()
         self.recorder.after_forward(sampled_tokens=tokens, sampled_lens=given, failed=failed)

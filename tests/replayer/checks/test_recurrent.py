@@ -103,7 +103,7 @@ def nothing_restored(scene: Scene) -> None:
 def zeros_are_a_state(scene: Scene) -> None:
     """Where a forward leaves nothing but zeros, a slot that holds them may have been filled."""
     scene.clear_state(1)
-    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), leaves_zeros=True)
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), leaves=0)
     healthy(scene)
     scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2))
 
@@ -112,13 +112,13 @@ def zeros_at_once(scene: Scene) -> None:
     """The first forward that is seen goes on from zeros and leaves zeros: its state may be nothing else."""
     scene.clear_state(1)
     scene.tokens[2], scene.table[2, :4] = scene.token(1), (1, 2, 3, 4)
-    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2), leaves_zeros=True)
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2), leaves=0)
 
 
 def nothing_restored_behind_a_failure(scene: Scene) -> None:
     """A forward that failed has left the zeros that it found, which says nothing of those that run."""
     scene.clear_state(1)
-    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), leaves_zeros=True, failed=True)
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), leaves=0, failed=True)
     nothing_restored(scene)
 
 
@@ -153,6 +153,20 @@ def lost(scene: Scene) -> None:
     hit(scene)
 
 
+def put_back(scene: Scene) -> None:
+    """A decode leaves what it found."""
+    healthy(scene)
+    scene.forward(Part(request=1, row=1, prefix=5, slots=(8,), state=1), mode="decode", leaves=5)
+
+
+def repeated(scene: Scene) -> None:
+    """The same token again, and more than one token, may leave a state as it was."""
+    scene.token(1)[5] = scene.token(1)[4]
+    healthy(scene)
+    scene.forward(Part(request=1, row=1, prefix=5, slots=(8,), state=1), mode="decode", leaves=5)
+    scene.forward(Part(request=1, row=1, prefix=6, slots=(9, 10), state=1), leaves=5)
+
+
 FAULTS = {
     wrong_checkpoint: [("other_prefix", 2, 3)],
     late_checkpoint: [("other_position", 2, 1)],
@@ -160,6 +174,7 @@ FAULTS = {
     freed_early_in_slot_0: [("other_prefix", 1, 3)],
     damaged: [("changed_bytes", 2, 1)],
     shared: [("same_forward", 2, 1)],
+    put_back: [("left_as_it_was", 1, 1)],
     nothing_restored: [("cleared", 2, -1)],
     nothing_restored_behind_a_failure: [("cleared", 2, -1)],
 }
@@ -189,6 +204,7 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
         not_seen,
         failed,
         lost,
+        repeated,
         lambda scene: hit(healthy(scene)),
     ],
 )

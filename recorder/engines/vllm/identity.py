@@ -1,0 +1,108 @@
+"""What a request's KV depends on beside its tokens: the adapter and its weights, the cache salt, media, the model's weights."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from ...capture.privacy import IdentityValue
+from ..common.hooking import Finish, OnFault, wrap_method
+from .step import VllmRequest, VllmRequests
+
+MAX_HASHED_VALUES: Final = 1 << 14  # of each of an adapter's tensors, the first ones
+Say = Callable[[VllmRequest], None]  # records a request anew
+
+
+def identity_of(request: Any) -> list[IdentityValue]:
+    """Return what the scheduler's request says, or what a worker is told of it; an adapter by its path, or its number."""
+    found = []
+    if hasattr(request, "lora_request"):
+        lora = request.lora_request
+        path = "" if lora is None else str(getattr(lora, "lora_path", "") or f"number {lora.lora_int_id}")
+        found.append(IdentityValue("adapter", path))
+    if hasattr(request, "cache_salt"):  # workers are not told
+        found.append(IdentityValue("salt", request.cache_salt or ""))
+    if hasattr(request, "mm_features"):
+        found.append(IdentityValue("media", ""))
+        for item in request.mm_features or ():
+            place = item.mm_position
+            found.append(IdentityValue("media", item.mm_hash or item.identifier, place.offset, place.length))
+    return found
+
+
+class Identities:
+    """Knows which weights a runner's requests are computed with; what is loaded anew may be others under the same name."""
+
+    def __init__(self, runner: Any, requests: VllmRequests, say: Say) -> None:
+        self._runner = runner
+        self._requests = requests
+        self._say = say
+        self._model = 0  # how often weights were loaded into the model since the recording began
+        self._said = 0
+        self._adapters: dict[int, str] = {}  # by an adapter's number, what it was loaded with last
+
+    def attach(self, on_fault: OnFault) -> None:
+        """Hook what loads weights into the model, and adapters."""
+        model = getattr(self._runner, "get_model", lambda: None)()
+        wrap_method(model, "load_weights", self.on_weights, on_fault)
+        wrap_method(getattr(self._runner, "lora_manager", None), "_load_adapter", self.on_adapter, on_fault)
+
+    def begin(self, known: VllmRequest, request: Any) -> None:
+        """Take over a new request's identity, and record it."""
+        known.declared, lora = identity_of(request), getattr(request, "lora_request", None)
+        known.adapter = 0 if lora is None else int(lora.lora_int_id)
+        self._take(known)
+
+    def begin_step(self) -> None:
+        """Record the requests anew if the model has got other weights since the last step."""
+        if self._said != self._model:
+            self._said = self._model
+            self._take_all(self._requests.live())
+
+    def on_weights(self, *_args: Any, **_kwargs: Any) -> None:
+        """Take note of weights that are loaded into the model: what is computed from now on is of others."""
+        self._model += 1
+
+    def on_adapter(self, request: Any, *_args: Any, **_kwargs: Any) -> Finish:
+        """Record the requests of an adapter anew, if it is loaded and was loaded with other weights before."""
+
+        def loaded(lora: Any, error: BaseException | None) -> None:
+            if error is None:
+                number, held = int(request.lora_int_id), weights_hash(lora)
+                before, self._adapters[number] = self._adapters.get(number), held
+                if before != held:
+                    self._take_all(known for known in self._requests.live() if known.adapter == number)
+
+        return loaded
+
+    def _take_all(self, requests: Iterable[VllmRequest]) -> None:
+        for known in requests:
+            self._take(known)
+
+    def _take(self, known: VllmRequest) -> None:
+        held = self._adapters.get(known.adapter, "")
+        known.identity = [
+            one._replace(value=f"{one.value} with {held}") if held and one.kind == "adapter" else one
+            for one in known.declared
+        ]
+        known.identity.append(IdentityValue("weights", str(self._model)))
+        self._say(known)
+
+
+def weights_hash(lora: Any) -> str:
+    """Return a hash of the first values of each of an adapter's tensors; "" if it has none that can be read."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, layer in sorted(getattr(lora, "loras", {}).items()):
+        found.update(name.encode())
+        for part in ("lora_a", "lora_b"):
+            tensors = getattr(layer, part, None)
+            for tensor in tensors if isinstance(tensors, list | tuple) else (tensors,):
+                if hasattr(tensor, "detach"):
+                    found.update(_first_bytes(tensor))
+    return found.hexdigest()
+
+
+def _first_bytes(tensor: Any) -> bytes:
+    import torch
+
+    values = tensor.detach().reshape(-1)[:MAX_HASHED_VALUES].contiguous().cpu()
+    return bytes(values.view(torch.uint8).numpy())

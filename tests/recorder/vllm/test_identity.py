@@ -1,0 +1,102 @@
+"""Which weights a request is computed with: an adapter that is loaded anew may be another one, and so may the model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvcanary.recorder.engines.vllm.identity import Identities, weights_hash
+from kvcanary.recorder.engines.vllm.step import VllmRequests
+
+
+def adapter(value: float, names: tuple[str, ...] = ("q", "v")) -> Any:
+    """An adapter as it was loaded; some layers have several tensors, or none."""
+    one = {name: SimpleNamespace(lora_a=torch.full((4, 8), value), lora_b=[torch.ones(8), None]) for name in names}
+    return SimpleNamespace(loras=one)
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.file = adapter(1.0)
+
+    def _load_adapter(self, _: Any) -> Any:
+        if self.file is None:
+            raise FileNotFoundError("gone")
+        return self.file
+
+
+class Model:
+    def load_weights(self, _: Any) -> None:
+        """New weights."""
+
+
+@pytest.fixture
+def engine() -> Any:
+    model, loader = Model(), Loader()
+    runner = SimpleNamespace(get_model=lambda: model, lora_manager=loader)
+    said: list[tuple[str, dict[str, str]]] = []
+    requests = VllmRequests(8)
+    identities = Identities(
+        runner, requests, lambda known: said.append((known.name, {one.kind: one.value for one in known.identity}))
+    )
+    faults: list[Any] = []
+    identities.attach(lambda hook, error: faults.append((hook, error)))
+
+    def begin(name: str, number: int) -> None:
+        lora = SimpleNamespace(lora_int_id=number, lora_path="/tenant") if number else None
+        identities.begin(requests.see(name)[0], SimpleNamespace(lora_request=lora))
+
+    return SimpleNamespace(runner=runner, said=said, identities=identities, begin=begin, faults=faults)
+
+
+def test_an_adapter_that_is_loaded_anew_with_other_weights_is_another(engine: Any) -> None:
+    lora = SimpleNamespace(lora_int_id=1)
+    engine.begin("a", 1)
+    engine.begin("plain", 0)
+    engine.runner.lora_manager._load_adapter(lora)
+    engine.runner.lora_manager._load_adapter(lora)  # it was put out and comes back
+    first = f"/tenant with {weights_hash(adapter(1.0))}"
+    assert engine.said == [
+        ("a", {"adapter": "/tenant", "weights": "0"}),
+        ("plain", {"adapter": "", "weights": "0"}),
+        ("a", {"adapter": first, "weights": "0"}),
+    ]
+    engine.begin("b", 1)
+    engine.runner.lora_manager.file = adapter(2.0)
+    engine.runner.lora_manager._load_adapter(lora)
+    second = f"/tenant with {weights_hash(adapter(2.0))}"
+    assert [(name, one["adapter"]) for name, one in engine.said[3:]] == [("b", first), ("a", second), ("b", second)]
+    assert not engine.faults
+
+
+def test_an_adapter_that_cannot_be_loaded_changes_nothing(engine: Any) -> None:
+    engine.begin("a", 1)
+    engine.runner.lora_manager.file = None
+    with pytest.raises(FileNotFoundError):
+        engine.runner.lora_manager._load_adapter(SimpleNamespace(lora_int_id=1))
+    assert len(engine.said) == 1
+
+
+def test_weights_that_come_in_parts_are_one_change_for_a_step(engine: Any) -> None:
+    engine.begin("a", 0)
+    model = engine.runner.get_model()
+    model.load_weights([])
+    model.load_weights([])
+    assert len(engine.said) == 1
+    engine.identities.begin_step()
+    engine.identities.begin_step()
+    engine.begin("b", 0)
+    assert engine.said[1:] == [(name, {"adapter": "", "weights": "2"}) for name in "ab"]
+
+
+def test_an_engine_without_adapters_or_weights_of_its_own(engine: Any) -> None:
+    identities = Identities(SimpleNamespace(), VllmRequests(8), lambda _: None)
+    identities.attach(lambda *_: None)
+    identities.begin_step()
+
+
+def test_hashes_of_weights() -> None:
+    assert weights_hash(adapter(1.0)) == weights_hash(adapter(1.0))
+    assert len({weights_hash(one) for one in (adapter(1.0), adapter(1.5), adapter(1.0, ("q",)), object())}) == 4
+    half = SimpleNamespace(loras={"q": SimpleNamespace(lora_a=torch.ones(3, dtype=torch.bfloat16), lora_b=None)})
+    assert weights_hash(half) != weights_hash(object())
