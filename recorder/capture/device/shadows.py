@@ -8,6 +8,8 @@ import numpy as np
 from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import (
     STATES_AT,
+    TABLE_WORDS,
+    TABLES_AT,
     EngineTable,
     GroupOnDevice,
     LutOnDevice,
@@ -106,6 +108,15 @@ class DeviceShadows:
         """Take everything for unknown, as a replay does after a loss; runs on the current stream."""
         for tensor in self._owned:
             tensor.zero_()
+
+    def move_table(self, runner: int, place: int, table: Any) -> None:
+        """Have a runner's block table, by its place among those, read elsewhere from now on, `[any, columns] int32`.
+
+        Runs on the current stream, and copies nothing from the host, which would wait.
+        """
+        words = (int(table.data_ptr()), *map(int, table.shape), int(table.stride(0)))
+        for word, value in enumerate(words, TABLES_AT + place * TABLE_WORDS):
+            self.descriptors[runner][word].fill_(value)
 
     def learn(self, group: int, slots: Int64Array, content: Sequence[ByteArray]) -> None:
         """Take over bytes that the trace has got otherwise than by a forward; runs on the current stream.

@@ -26,7 +26,8 @@ from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of
 from .connectors.storages import members_of
-from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
+from .device import DeviceStep, DeviceSteps, block_tables, is_v1, on_gpu, why_it_waits
+from .device_drafts import DeviceDrafts
 from .drafts import DraftForwards
 from .layout import VllmLayout, describe_engine
 from .logprobs import StepLogprobs
@@ -82,6 +83,7 @@ class VllmRecording:
         settings.folder.mkdir(parents=True, exist_ok=True)
         connector = connector_of(runner.vllm_config)
         self.on_device: DeviceSteps | None = None
+        self._device_drafts: DeviceDrafts | None = None
         path = settings.folder / trace_name("vllm", header, number)
         # A DeviceRecorder if `on_device`, else a Recorder.
         self.recorder: Any = begin_new(path, lambda path: self._begin_trace(path, header, settings, runner, connector))
@@ -90,7 +92,7 @@ class VllmRecording:
         self.history: BlockHistory | None = None
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
-        self.drafts = DraftForwards(runner, layout, recorder, self.requests)
+        self.drafts: Any = self._device_drafts or DraftForwards(runner, layout, recorder, self.requests)
         self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step, self._open = 0, False
@@ -117,15 +119,20 @@ class VllmRecording:
             why = why_it_waits(runner, layout, connector)
             try:
                 if not why:
-                    tables = block_tables(runner, layout.groups)
+                    tables = block_tables(runner, layout.all_groups)
                     recorder = DeviceRecorder(path, header, tables=tables, luts=(), **options)
-                    self.on_device = DeviceSteps(recorder, layout.groups, tables, layout.states)
+                    own = tables[: len(layout.groups)]
+                    self.on_device = steps = DeviceSteps(recorder, layout.groups, own, layout.states)
+                    if layout.draft is not None:
+                        self._device_drafts = DeviceDrafts(runner, layout, recorder, steps, tables[-1])
                     return recorder
             except (ValueError, AttributeError) as error:
                 why = str(error)
             note = f"every forward waits for the device: {why}"
             logger.warning("kvcanary: %s", note)
             header = layout.states.without(dataclasses.replace(header, notes=(*header.notes, note)), note)
+        if not is_v1(runner):  # its drafts' forwards are seen on the device alone
+            header = layout.drafts_unseen(header)
         return recorder_class(settings.inject)(path, header, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
