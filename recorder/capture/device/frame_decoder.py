@@ -150,8 +150,13 @@ class TableChanges:
         lens = np.minimum(lens, np.maximum(frame.slots.shape[1] - (np.cumsum(lens) - lens), 0))
         self.keep_written(runner, frame, np.zeros_like(lens), lens)
 
-    def keep_written(self, runner: int, frame: Frame, first: Int64Array, lens: Int64Array) -> None:
-        """Keep what a forward put into the table for each request's tokens from `first` to before `lens`, `[bs]` each."""
+    def keep_written(
+        self, runner: int, frame: Frame, first: Int64Array, lens: Int64Array, *, lowest: int | None = None
+    ) -> None:
+        """Keep what a forward put into the table for each request's tokens from `first` to before `lens`, `[bs]` each.
+
+        Slots below the `lowest` are left out.
+        """
         forward, more = frame.forward, np.maximum(lens - first, 0)
         rows, positions = np.repeat(forward.rows, more), ragged_index(forward.prefix_lens + first, more)
         tokens = ragged_index(np.cumsum(lens) - lens + first, more)
@@ -159,6 +164,8 @@ class TableChanges:
             written = np.stack((rows, positions, wrapped(slots[tokens])), axis=1)
             shape = self._header.tables[number]
             inside = (rows > 0) & (rows < shape.rows) & (positions >= 0) & (positions < shape.width)
+            if lowest is not None:
+                inside &= written[:, 2] >= lowest
             self._table_cells[number].append(written[inside])
 
     def forget(self) -> None:
@@ -284,7 +291,7 @@ class FrameDecoder:
             settle: Any = getattr(requests, "settle", None)
             if settle is not None:
                 kept, lens = settle(forward, lens)
-                self._changes.keep_written(in_flight.runner, frame, kept, forward.extend_lens)
+                self._changes.keep_written(in_flight.runner, frame, kept, forward.extend_lens, lowest=0)
         written, written_to = iter(frame.written), self._written(in_flight.runner, frame)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in written_to}
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))

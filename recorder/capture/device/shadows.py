@@ -59,13 +59,18 @@ class DeviceShadows:
             for number, table in enumerate(engine_tables)
         ]
         known_luts = [LutOnDevice(number, lut, zeros(lut.shape, torch.int64)) for number, lut in enumerate(luts)]
+        apart = (
+            len({frozenset(one.table for one in header.groups if one.runner == n) for n in range(len(header.runners))})
+            > 1
+        )
         self.runners: list[RunnerOnDevice] = []
         for number in range(len(header.runners)):
             mine = [(g, group) for g, group in enumerate(header.groups) if group.runner == number]
             used = sorted({group.lut for _, group in mine if group.lut >= 0})
             if any(group.reads_before_write for _, group in mine):
                 raise ValueError(f"runner {number} has ring buffers, which must be looked at before a forward")
-            used_tables = sorted({group.table for _, group in mine}) or [0]
+            # A replay puts what any forward writes into all tables, so runners with tables of their own have them all.
+            used_tables = list(range(len(known_tables))) if apart else sorted({group.table for _, group in mine}) or [0]
             groups = [
                 GroupOnDevice(
                     number=g,

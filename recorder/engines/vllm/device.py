@@ -106,7 +106,7 @@ def step_v1(runner: Any, output: Any, groups: Sequence[VllmGroup], input_ids: An
         prefix_there=runner.num_computed_tokens if decided else None,
         input_ids=runner.input_ids.gpu if input_ids is None else input_ids,
         positions=positions,
-        written=_in_one(written, total),
+        written=in_one(written, total),
         num_tokens=total,
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
         given=getattr(context, "attn_metadata", None),
@@ -164,6 +164,7 @@ class TargetStep:
     batch: Batch
     before: Any  # [any] tokens in the cache, with those of the step if there is something to be taken off
     minus: Any | None  # [bs]
+    written: Any  # as `DeviceStep` has it
     num_tokens: int
     new_rows: bool
 
@@ -250,6 +251,7 @@ class DeviceSteps:
             batch=batch,
             before=batch.there[2] if step.prefix_there is None else step.prefix_there,
             minus=extend if step.with_extend else None,
+            written=step.written,
             num_tokens=step.num_tokens,
             new_rows=new and any(known.fresh for known in requests or ()),
         )
@@ -348,10 +350,12 @@ class DeviceSteps:
         return list({id(one): (layer, one) for layer, one in reversed([*zip(layers, found, strict=True)])}.values())
 
 
-def _in_one(written: Sequence[Any], tokens: int) -> Any:
-    """Return the slots of each group, `[groups, tokens]`, or of one as they are."""
+def in_one(written: Sequence[Any], tokens: int) -> Any:
+    """Return the slots of each group, `[groups, at least tokens]`, or of one as they are."""
     if len(written) == 1:
         return written[0]
+    if len({slots.data_ptr() for slots in written}) == 1:
+        return written[0].expand(len(written), -1)
     import torch
 
     return torch.stack([slots[:tokens] for slots in written])
@@ -362,7 +366,7 @@ def _rows_of(slots: Any, groups: Sequence[VllmGroup], tokens: int) -> Any:
     own = [group.gid for group in groups]
     if hasattr(slots, "stride") and slots.ndim == 2 and slots.stride(1) == 1 and own == list(range(slots.shape[0])):
         return slots
-    return _in_one([slots[gid] for gid in own], tokens)
+    return in_one([slots[gid] for gid in own], tokens)
 
 
 def levels_by_blocks(

@@ -9,6 +9,7 @@ what goes into each of them is nowhere to be seen, so they are not recorded, and
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,24 @@ from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import CopiedForward
+from ...trace.header import TraceHeader
 from ...trace.schema import RECEIVE
 from ..common.hooking import Finish, OnFault, wrap_method
-from .device import DeviceSteps, TargetStep
+from .device import DeviceSteps, TargetStep, block_tables, in_one
 from .drafts import NOT_RUN, kernel_block_size, last_held, leave_out_chunk_ends
 from .layout import DRAFT_RUNNER, VllmGroup, VllmLayout
 from .step import FIELDS, forward_context
+
+
+def begin_on_device(
+    path: Path, header: TraceHeader, runner: Any, layout: VllmLayout, options: dict[str, Any]
+) -> "tuple[DeviceRecorder, DeviceSteps, DeviceDrafts | None]":
+    """Return a recorder, and what has the device capture a runner's steps and its draft's forwards; raise as the first does."""
+    tables = block_tables(runner, layout.all_groups)
+    recorder = DeviceRecorder(path, header, tables=tables, luts=(), **options)
+    steps = DeviceSteps(recorder, layout.groups, tables[: len(layout.groups)], layout.states)
+    drafts = None if layout.draft is None else DeviceDrafts(runner, layout, recorder, steps, tables[-1])
+    return recorder, steps, drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +84,7 @@ class DeviceDrafts:
         assert layout.draft is not None
         assert layout.draft_offset is not None
         self._group: VllmGroup = layout.draft
+        self._groups = layout.all_groups
         self._offset = layout.draft_offset
         self._recorder = recorder
         self._runner = runner
@@ -141,7 +155,8 @@ class DeviceDrafts:
         if not isinstance(metadata, dict) or not isinstance(mappings, dict) or positions is None:
             return None  # a dummy run
         named = inputs_embeds is None and not getattr(self._drafter, "use_heterogeneous_vocab", False)
-        return self._capture(metadata.get(layer), mappings.get(layer), input_ids, positions, named=named)
+        slots = [mappings.get(group.layers[0]) for group in self._groups]
+        return self._capture(metadata.get(layer), slots, input_ids, positions, named=named)
 
     def on_first_graph(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Capture the draft's first forward where it runs as a graph, which reads the drafter's and the target's buffers."""
@@ -156,14 +171,20 @@ class DeviceDrafts:
         given = SimpleNamespace(seq_lens=own.seq_lens, query_start_loc=own.query_start_loc, block_table=self._own.table)
         return self._capture(given, self._slots(), own.input_ids[:count], own.positions[:count])
 
-    def _slots(self) -> Any:
-        return self._runner.block_tables.slot_mappings[self._group.gid]
+    def _slots(self) -> list[Any]:
+        return [self._runner.block_tables.slot_mappings[group.gid] for group in self._groups]
 
-    def _capture(self, given: Any, slots: Any, input_ids: Any, positions: Any, *, named: bool = True) -> Finish | None:
-        """Capture a forward that is about to run; `given` holds the lengths and the block table that attention gets."""
+    def _capture(
+        self, given: Any, slots: Sequence[Any], input_ids: Any, positions: Any, *, named: bool = True
+    ) -> Finish | None:
+        """Capture a forward that is about to run; `given` holds the lengths and the block table that attention gets.
+
+        `slots` are those of each group, the draft's last; None for another's that are not known.
+        """
         target, starts = self._target, getattr(given, "query_start_loc", None)
-        if target is None or starts is None or slots is None or self._given.get("dummy_run"):
+        if target is None or starts is None or slots[-1] is None or self._given.get("dummy_run"):
             return None
+        count = min(len(positions), len(slots[-1]), getattr(given, "num_actual_tokens", len(positions)))
         bs, first = len(target.batch.names), not self._forwards
         extend = starts[: bs + 1].diff()
         prefix = target.prefix() if self._cached is None else self._cached
@@ -185,8 +206,8 @@ class DeviceDrafts:
                 extend=extend,
                 input_ids=positions if input_ids is None else input_ids,
                 positions=positions,
-                out_cache_loc=slots,
-                num_tokens=min(len(positions), len(slots)),
+                out_cache_loc=in_one(self._written(slots, target, count, first=first), count),
+                num_tokens=count,
                 requests=requests,
                 truth_lens=[tokens.count for tokens in target.batch.tokens],
                 parts=tuple(ForwardPart(mode, part.requests) for part in parts),
@@ -195,6 +216,19 @@ class DeviceDrafts:
             )
         )
         return self._end
+
+    def _written(self, slots: Sequence[Any], target: TargetStep, count: int, *, first: bool) -> list[Any]:
+        """Return where the tokens go, of each table: others' hold what the target has put there, and shall go on to do so."""
+        found = []
+        for place, (group, own) in enumerate(zip(self._groups, slots, strict=True)):
+            if group.gid == self._group.gid:
+                found.append(slots[-1])
+            elif own is not None:
+                found.append(own)
+            else:  # behind the target's tokens nobody reads before the target writes there itself
+                same = first and count == target.num_tokens
+                found.append(target.written[place] if same else slots[-1].new_full((count,), -1))
+        return found
 
     def _end(self, _: Any, error: BaseException | None) -> None:
         note = "" if error is None else f"the draft model raised {self._recorder.error_text(error)}"
@@ -228,4 +262,4 @@ class DeviceDrafts:
         lies = (int(table.data_ptr()), int(table.stride(0)))
         if lies != self._reads:
             self._reads = lies
-            self._recorder.capture.shadows.move_table(DRAFT_RUNNER, 0, table)
+            self._recorder.capture.shadows.move_table(DRAFT_RUNNER, self._group.index, table)
