@@ -91,7 +91,7 @@ class VllmRecording:
         self.history: BlockHistory | None = None
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
-        if not isinstance(recorder, DeviceRecorder):
+        if layout.draft is None or not isinstance(recorder, DeviceRecorder):
             self.drafts = DraftForwards(runner, layout, recorder, self.requests)
         self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
         self.output: Any = None  # the scheduler's, of the step that is being executed
