@@ -45,12 +45,13 @@ def begin_on_device(
 class DraftRequests(BatchRequests):
     """The requests of one of a draft's forwards, and what is found out about it once the device has run it.
 
-    `behind` is how many forwards of the draft's came before it in its step; `offset` how far its tokens are ahead; `named` says
+    `table` is the draft's, `width` the positions that it has. `behind` is how many forwards of the draft's came before it in its step; `offset` how far its tokens are ahead; `named` says
     whether they are the target's; `rejected` gets `[bs]` tokens that are no request's, if their slots do not say so;
     `any_chunk_end` says whether what is fed behind a part of a prompt may be any token.
     """
 
     table: int
+    width: int
     behind: int
     offset: int
     named: bool
@@ -64,6 +65,9 @@ class DraftRequests(BatchRequests):
             raise ValueError("a draft's metadata do not fit the requests of its step")
         starts = np.cumsum(extend) - extend
         kept = last_held(forward.out_cache_loc[self.table][: extend.sum()], extend)
+        kept = np.minimum(
+            kept, np.maximum(self.width - prefix, 0)
+        )  # the V2 runner puts what is behind there on top of others
         if self.rejected:
             kept = np.clip(extend - self.rejected[0], 0, kept)
         if not self.named:
@@ -240,6 +244,7 @@ class DeviceDrafts:
             ids=target.batch.requests.ids,
             truth=tokens,
             table=self._group.index,
+            width=self._recorder.header.tables[self._group.index].width,
             behind=self._forwards,
             offset=self._offset,
             named=named,
