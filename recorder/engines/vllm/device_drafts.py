@@ -193,7 +193,9 @@ class DeviceDrafts:
         extend = starts[: bs + 1].diff()
         prefix = target.prefix() if self._cached is None else self._cached
         self._cached = prefix + extend
-        rejected = self._given.get("num_rejected_tokens_gpu" if self._v1 else "num_rejected") if first else None
+        rejected = None
+        if first:
+            rejected = self._given.get("num_rejected_tokens_gpu") if self._v1 else self._given["num_rejected"]
         if rejected is not None:
             self._cached = self._cached - rejected[:bs]
         requests = self._requests(target, named=named and input_ids is not None)

@@ -5,6 +5,7 @@ time; each group has a numbering of its own in the trace, and the blocks that it
 Block 0 is the null block: nobody's, and never written.
 """
 
+import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -104,7 +105,7 @@ class VllmLayout:
 
     def drafts_unseen(self, header: TraceHeader) -> TraceHeader:
         """Return a header without a draft's forwards: of those the slots alone that they write are recorded."""
-        if self.draft is None or self.draft_offset is None:
+        if self.draft is None or header.runners[DRAFT_RUNNER].derived:
             return header
         self.draft_offset, draft = None, self.draft.index
         for known in (self.kv.streams, self.kv.halves):
@@ -193,7 +194,9 @@ def draft_offset(runner: Any) -> int | None:
         return DRAFTERS.get(type(drafter).__name__)
     whole = getattr(drafter, "pcp_manager", None) is None
     pieces = getattr(getattr(drafter, "prefill_cudagraph_manager", None), "use_breakable_cg", False)
-    return SPECULATORS.get(type(drafter).__name__) if whole and not pieces else None
+    offset = SPECULATORS.get(type(drafter).__name__) if whole and not pieces else None
+    told = offset is None or "num_rejected" in inspect.signature(drafter.propose).parameters
+    return offset if told else None
 
 
 def steps_in_one_graph(runner: Any) -> bool:

@@ -23,8 +23,7 @@ class DraftLayers:
     def compute(self, input_ids: Any, positions: Any, slots: Any) -> None:
         layer = self.runner.layers[LAYER]
         key = torch.sin(input_ids + positions / 7)[:, None, None].expand(-1, HEADS, DIM).contiguous()
-        held = slots >= 0
-        layer.impl.do_kv_cache_update(layer, key[held], key[held], layer.kv_cache, slots[held])
+        layer.impl.do_kv_cache_update(layer, key, key, layer.kv_cache, slots)
 
 
 class EagleProposer:

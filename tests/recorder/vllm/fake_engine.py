@@ -38,9 +38,10 @@ class Attention:
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         blocks, heads, tokens, _ = kv_cache.shape
         both = kv_cache.view(blocks, heads, 2 * tokens, DIM)
-        block, offset = slot_mapping // tokens, slot_mapping % tokens
-        both[block, :, offset] = key.flip(-1)
-        both[block, :, tokens + offset] = value
+        held = slot_mapping >= 0
+        block, offset = slot_mapping[held] // tokens, slot_mapping[held] % tokens
+        both[block, :, offset] = key[held].flip(-1)
+        both[block, :, tokens + offset] = value[held]
 
 
 # What vLLM's layers are given while a model runs.

@@ -23,9 +23,10 @@ def pass_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         blocks, heads, tokens, _ = kv_cache.shape
         both = kv_cache.view(blocks, heads, 2 * tokens, DIM)
-        block, offset = slot_mapping // tokens, slot_mapping % tokens
-        both[block, :, offset] = key
-        both[block, :, tokens + offset] = value
+        held = slot_mapping >= 0
+        block, offset = slot_mapping[held] // tokens, slot_mapping[held] % tokens
+        both[block, :, offset] = key[held]
+        both[block, :, tokens + offset] = value[held]
 
     monkeypatch.setattr(fake_engine.Attention, "do_kv_cache_update", plain)
     monkeypatch.setattr(fake_engine.GPUModelRunner, "own_tables", False)

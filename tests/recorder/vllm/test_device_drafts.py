@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from kvcanary.kernels.constants import UNKNOWN_TOKEN
 from kvcanary.recorder.engines.vllm import recording
+from kvcanary.recorder.engines.vllm.layout import DRAFT_DERIVED, WRITES_ALONE
 
 from .fake_drafts import DraftModelProposer, EagleProposer, EagleSpeculator, StandaloneARSpeculator
-from .fake_engine import BLOCK
+from .fake_engine import BLOCK, FullAttentionSpec, SlidingWindowSpec
 from .gpu_stand_in import COLUMNS, pass_for_gpu
 from .test_drafts import block_table, next_token, positions, run, seq_lens, slot_mapping
 
@@ -105,6 +106,54 @@ def test_a_draft_of_the_v2_runner_replays_clean(
     assert any("behind its first" in one.name for one in header.not_watched) == in_one_graph
     assert {row["attention_watched"] for row in drafts} == {3}
     assert 1000 not in {token for row in drafts for token in row["input_ids"]}
+
+
+@pytest.mark.parametrize("kind", [EagleProposer, DraftModelProposer, EagleSpeculator, StandaloneARSpeculator])
+def test_with_several_groups_each_keeps_its_table(tmp_path: Path, kind: type[EagleProposer]) -> None:
+    specs = [FullAttentionSpec(), SlidingWindowSpec()]
+    summary, header, events = run(tmp_path, kind(), specs=specs, num_blocks=40, caching=False, budget=7)
+    assert (summary.verdict.value, summary.findings_by_kind) == ("clean", {})
+    assert [group.name for group in header.groups] == ["full", "swa", "draft"]
+    assert {event.scalar("runner") for event in events if event.kind == "forward"} == {0, 1}
+
+
+@pytest.mark.parametrize("kind", [EagleProposer, EagleSpeculator])
+def test_a_step_without_the_drafter_leaves_its_slots_unknown(tmp_path: Path, kind: type[EagleProposer]) -> None:
+    steps: list[int] = []
+
+    def skip() -> bool:
+        steps.append(1)
+        return len(steps) in (3, 7, 8)
+
+    summary, _, events = run(tmp_path, kind(), skip=skip, caching=False)
+    assert summary.verdict.value != "corrupt"
+    left_out = [event for event in events if event.kind == "transfer"]
+    assert len(left_out) == 3
+    assert {event.ints("slot_group").tolist()[0] for event in left_out} == {1}
+
+
+def test_where_the_v2_runner_waits_its_drafts_writes_alone_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "why_it_waits", lambda *_: "of a reason")
+    summary, header, events = run(tmp_path, EagleSpeculator(), caching=False)
+    assert "every forward waits for the device: of a reason" in header.notes
+    assert header.runners[1].derived == DRAFT_DERIVED
+    assert not header.groups[1].streams
+    assert WRITES_ALONE in {one.reason for one in header.not_watched}
+    assert summary.verdict.value == "clean"
+    assert {tuple(row["input_ids"]) for row in rows(events) if row["runner"] == 1} <= {(-1,) * n for n in range(99)}
+
+
+def test_a_drafter_that_is_told_nothing_of_rejected_tokens_is_not_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = EagleSpeculator()
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *given: propose(*given))
+    _, header, _ = run(tmp_path, drafter, caching=False)
+    assert any("recorded as they store" in note for note in header.notes)
+    assert header.runners[1].derived == DRAFT_DERIVED
 
 
 FAULTS = {
