@@ -30,6 +30,7 @@ NUM_COUNTERS: Final = 5
 
 # Words of an entry in each section of changes.
 TABLE_ENTRY: Final = 2  # row (and TABLE_OF_ENTRY times the runner's table), first position; then a slot for each position of a tile, or UNCHANGED
+NOT_READ: Final = -1  # in place of the window of a table that no group of the runner has
 UNCHANGED: Final = 1 << 40  # no slot: block tables are int32
 TABLE_OF_ENTRY: Final = 1 << 32
 LUT_ENTRY: Final = 3  # table, full slot, sliding-window slot
@@ -186,6 +187,8 @@ class RunnerOnDevice:
         windows = [group.window for group in self.groups if group.table == number]
         # The slot before a window is its chain's predecessor, so its cell is read as well.
         longest = max(windows) + 1 if windows and 0 not in windows else 0
+        if not windows:
+            longest = NOT_READ
         there = (table.data_ptr(), *table.shape, table.stride(0), shadow.data_ptr(), *shadow.shape)
         return (*there, longest, page_size, allocated, int(by_place))
 

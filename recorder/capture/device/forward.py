@@ -47,6 +47,11 @@ def tokens_of(sources: Sequence[TokenSource], starts: Int64Array, stops: Int64Ar
 class ForwardRequests(Protocol):
     """The requests of a forward; asked for later, by another thread. `BatchRequests` is the plain one.
 
+    If it has `settle(forward, truth_lens)` too, that is called with the `CopiedForward` that the device has captured, tokens
+    without a request at its end included, and `[bs]` tokens of each request, for what only the device has known: it returns
+    `[bs]` how many of each request's first tokens the forward is recorded with, and its `truth_lens`. A request with none
+    is left out; what the others did with their slots is recorded with a later forward, as far as tables go.
+
     Attributes:
         ids: `[bs]` on the host, -1 for padding, which has none at the end.
         truth: each request's tokens, or None if the engine does not know them; as many as requests without padding.

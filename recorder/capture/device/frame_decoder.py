@@ -144,16 +144,29 @@ class TableChanges:
     def keep(self, runner: int, frame: Frame) -> None:
         """Keep the changes of a forward that is not recorded, and what it itself put into the table."""
         self._take_luts(runner, frame)
-        forward = frame.forward
-        lens = forward.new_lens
+        for table, cells in zip(self._runners[runner].tables, frame.table_changes, strict=True):
+            self._table_cells[table.number].append(cells)
+        lens = frame.forward.new_lens
         lens = np.minimum(lens, np.maximum(frame.slots.shape[1] - (np.cumsum(lens) - lens), 0))
-        rows, positions = np.repeat(forward.rows, lens), ragged_index(forward.prefix_lens, lens)
-        tables = self._runners[runner].tables
-        for (number, *_), cells, slots in zip(tables, frame.table_changes, frame.slots, strict=True):
-            written = np.stack((rows, positions, wrapped(slots[: rows.size])), axis=1)
+        self.keep_written(runner, frame, np.zeros_like(lens), lens)
+
+    def keep_written(
+        self, runner: int, frame: Frame, first: Int64Array, lens: Int64Array, *, lowest: int | None = None
+    ) -> None:
+        """Keep what a forward put into the table for each request's tokens from `first` to before `lens`, `[bs]` each.
+
+        Slots below the `lowest` are left out.
+        """
+        forward, more = frame.forward, np.maximum(lens - first, 0)
+        rows, positions = np.repeat(forward.rows, more), ragged_index(forward.prefix_lens + first, more)
+        tokens = ragged_index(np.cumsum(lens) - lens + first, more)
+        for (number, *_), slots in zip(self._runners[runner].tables, frame.slots, strict=True):
+            written = np.stack((rows, positions, wrapped(slots[tokens])), axis=1)
             shape = self._header.tables[number]
             inside = (rows > 0) & (rows < shape.rows) & (positions >= 0) & (positions < shape.width)
-            self._table_cells[number] += [cells, written[inside]]
+            if lowest is not None:
+                inside &= written[:, 2] >= lowest
+            self._table_cells[number].append(written[inside])
 
     def forget(self) -> None:
         """Start anew, as the device does after a reset."""
@@ -268,17 +281,21 @@ class FrameDecoder:
             out_cache_loc[table.number] = slots
         forward.out_cache_loc = tuple(out_cache_loc)
         forward.changes = self._changes.columns(in_flight.runner, frame)
-        truth, lens, last_lens = None, _NOTHING, None
+        truth, lens, last_lens, kept = None, _NOTHING, None, None
         if requests is not None:
             known = requests.ids[: forward.rows.size]
             forward.request_ids[: known.size] = known
             truth, lens = requests.truth, _truth_lens(in_flight, requests.known_lens)
             last = next((one for one, *_ in reversed(self.fetched) if one.requests is requests), None)
             last_lens = None if last is None or in_flight.parts else _truth_lens(last, requests.known_lens)
+            settle: Any = getattr(requests, "settle", None)
+            if settle is not None:
+                kept, lens = settle(forward, lens)
+                self._changes.keep_written(in_flight.runner, frame, kept, forward.extend_lens, lowest=0)
         written, written_to = iter(frame.written), self._written(in_flight.runner, frame)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in written_to}
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
-        for one, content, places in _forwards(forward, gathered, in_flight.parts):
+        for one, content, places in _forwards(forward, gathered, in_flight.parts, kept):
             chosen = truth if truth is None or places is None else [truth[r] for r in places]
             own = lens if places is None else lens[places]
             one.changes |= self._truth.changes(one.rows, chosen, own, last_lens=last_lens)
@@ -307,18 +324,24 @@ class FrameDecoder:
 
 
 def _forwards(
-    forward: CopiedForward, gathered: dict[int, list[ByteArray]], parts: Sequence[ForwardPart]
+    forward: CopiedForward,
+    gathered: dict[int, list[ByteArray]],
+    parts: Sequence[ForwardPart],
+    kept: Int64Array | None,
 ) -> Iterator[tuple[CopiedForward, dict[int, list[ByteArray]], list[int] | None]]:
     """Yield the forwards that a frame holds, their bytes, and the places of their requests, None for all.
 
-    What changed without a write, of tables and bytes, goes with the first.
+    What changed without a write, of tables and bytes, goes with the first. Of each request's tokens the first `kept` `[bs]`
+    are left, and none of a request without any; None for all.
     """
-    if len(parts) < 2:
+    if len(parts) < 2 and kept is None:
         yield forward, gathered, None
         return
     begins = np.cumsum(forward.extend_lens) - forward.extend_lens
-    for number, (mode, places) in enumerate(parts):
-        tokens = ragged_index(begins[places], forward.extend_lens[places])
+    extend = forward.extend_lens if kept is None else kept
+    for number, (mode, whole) in enumerate(parts or [ForwardPart(forward.mode, np.arange(extend.size))]):
+        places = whole if kept is None else whole[kept[whole] > 0]
+        tokens, left_out = ragged_index(begins[places], extend[places]), forward.extend_lens[places] - extend[places]
         one = dataclasses.replace(
             forward,
             mode=mode,
@@ -326,14 +349,14 @@ def _forwards(
             rows=forward.rows[places],
             request_ids=forward.request_ids[places],
             prefix_lens=forward.prefix_lens[places],
-            extend_lens=forward.extend_lens[places],
+            extend_lens=extend[places],
             input_ids=forward.input_ids[tokens],
             positions=forward.positions[tokens],
             out_cache_loc=tuple(slots[tokens] for slots in forward.out_cache_loc),
             written=tuple(slots[tokens] if slots.size else slots for slots in forward.written),
             states=tuple(_of_part(values[:, places], number) for values in forward.states),
             # Of slots that attention got otherwise there are none: such frames are of lengths alone.
-            attention={name: lens[places] for name, lens in forward.attention.items() if lens.size},
+            attention={name: lens[places] - left_out for name, lens in forward.attention.items() if lens.size},
             changes={} if number else forward.changes,
             kv_changes=[] if number else forward.kv_changes,
         )

@@ -8,6 +8,8 @@ import numpy as np
 from ....kernels.arrays import ByteArray, Int64Array
 from ....kernels.capture.frames import (
     STATES_AT,
+    TABLE_WORDS,
+    TABLES_AT,
     EngineTable,
     GroupOnDevice,
     LutOnDevice,
@@ -57,13 +59,18 @@ class DeviceShadows:
             for number, table in enumerate(engine_tables)
         ]
         known_luts = [LutOnDevice(number, lut, zeros(lut.shape, torch.int64)) for number, lut in enumerate(luts)]
+        apart = (
+            len({frozenset(one.table for one in header.groups if one.runner == n) for n in range(len(header.runners))})
+            > 1
+        )
         self.runners: list[RunnerOnDevice] = []
         for number in range(len(header.runners)):
             mine = [(g, group) for g, group in enumerate(header.groups) if group.runner == number]
             used = sorted({group.lut for _, group in mine if group.lut >= 0})
             if any(group.reads_before_write for _, group in mine):
                 raise ValueError(f"runner {number} has ring buffers, which must be looked at before a forward")
-            used_tables = sorted({group.table for _, group in mine}) or [0]
+            # A replay puts what any forward writes into all tables, so runners with tables of their own have them all.
+            used_tables = list(range(len(known_tables))) if apart else sorted({group.table for _, group in mine}) or [0]
             groups = [
                 GroupOnDevice(
                     number=g,
@@ -106,6 +113,15 @@ class DeviceShadows:
         """Take everything for unknown, as a replay does after a loss; runs on the current stream."""
         for tensor in self._owned:
             tensor.zero_()
+
+    def move_table(self, runner: int, place: int, table: Any) -> None:
+        """Have a runner's block table, by its place among those, read elsewhere from now on, `[any, columns] int32`.
+
+        Runs on the current stream, and copies nothing from the host, which would wait.
+        """
+        words = (int(table.data_ptr()), *map(int, table.shape), int(table.stride(0)))
+        for word, value in enumerate(words, TABLES_AT + place * TABLE_WORDS):
+            self.descriptors[runner][word].fill_(value)
 
     def learn(self, group: int, slots: Int64Array, content: Sequence[ByteArray]) -> None:
         """Take over bytes that the trace has got otherwise than by a forward; runs on the current stream.

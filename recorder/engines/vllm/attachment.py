@@ -194,7 +194,8 @@ class VllmAttachment(EngineAttachment):
         injector = self._injector(recording)
         with undone(None if injector is None else redirect(injector, runner, groups)) as put_back:
             if recording.on_device is not None:
-                recording.capture(step_v1(runner, recording.output, groups, input_ids, positions))
+                every = recording.layout.all_groups
+                recording.capture(step_v1(runner, recording.output, every, input_ids, positions))
             else:
                 recording.before_model(
                     read_v1(runner, recording.output, groups, input_ids, positions, recording.attention)
@@ -216,7 +217,7 @@ class VllmAttachment(EngineAttachment):
             prepared = yield
             groups = recording.layout.groups
             if recording.on_device is not None:
-                recording.prepared(step_v2(recording.output, groups, batch, prepared[1]))
+                recording.prepared(step_v2(recording.output, recording.layout.all_groups, batch, prepared[1]))
             else:
                 recording.before_model(read_v2(runner, recording.output, groups, batch, *prepared))
 

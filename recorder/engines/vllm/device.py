@@ -33,7 +33,9 @@ def why_it_waits(runner: Any, layout: VllmLayout, connector: str) -> str:
     config = runner.vllm_config
     prepares = getattr(getattr(runner, "model_state", None), "prepare_attn", None)
     reasons = {
-        "a draft model's layers are recorded as they store K and V": layout.draft is not None,
+        "a draft model's layers are recorded as they store K and V": (
+            layout.draft is not None and layout.draft_offset is None
+        ),
         f"what the KV connector {connector} loads is recorded as it lands": bool(connector),
         "the model is fed positions of several dimensions": bool(fed_otherwise(runner)),
         "the model may be fed embeddings in place of tokens": bool(
@@ -104,7 +106,7 @@ def step_v1(runner: Any, output: Any, groups: Sequence[VllmGroup], input_ids: An
         prefix_there=runner.num_computed_tokens if decided else None,
         input_ids=runner.input_ids.gpu if input_ids is None else input_ids,
         positions=positions,
-        written=_in_one(written, total),
+        written=in_one(written, total),
         num_tokens=total,
         drafted=frozenset(output.scheduled_spec_decode_tokens or ()),
         given=getattr(context, "attn_metadata", None),
@@ -155,8 +157,25 @@ class Batch:
     there: tuple[Any, ...]  # [bs] rows, extend and prefix on the device
 
 
+@dataclass(slots=True, kw_only=True)
+class TargetStep:
+    """A step of the target's that has been captured, for the draft's forwards behind it."""
+
+    batch: Batch
+    before: Any  # [any] tokens in the cache, with those of the step if there is something to be taken off
+    minus: Any | None  # [bs]
+    written: Any  # as `DeviceStep` has it
+    num_tokens: int
+    new_rows: bool
+
+    def prefix(self) -> Any:
+        """Return the tokens in the cache, `[bs]`, on the device."""
+        before = self.before[: len(self.batch.names)]
+        return (before if self.minus is None else before - self.minus).long()
+
+
 class DeviceSteps:
-    """Has the device capture a runner's steps."""
+    """Has the device capture a runner's steps; `target` is the last one."""
 
     def __init__(
         self, recorder: DeviceRecorder, groups: Sequence[VllmGroup], tables: Sequence[EngineTable], states: VllmStates
@@ -168,6 +187,7 @@ class DeviceSteps:
         self._device = tables[0].table.device
         self._lies = [(one.table.data_ptr(), one.table.stride(0)) for one in tables]  # vLLM's own, made once
         self._batch: Batch | None = None
+        self.target: TargetStep | None = None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -227,13 +247,21 @@ class DeviceSteps:
         batch.prefix = step.prefix
         extend = batch.there[1] if step.extend_there is None else step.extend_there
         number = self._recorder.next_forward
+        self.target = target = TargetStep(
+            batch=batch,
+            before=batch.there[2] if step.prefix_there is None else step.prefix_there,
+            minus=extend if step.with_extend else None,
+            written=step.written,
+            num_tokens=step.num_tokens,
+            new_rows=new and any(known.fresh for known in requests or ()),
+        )
         self._recorder.before_forward(
             DeviceForward(
                 mode=batch.mode,
                 runner=0,
                 rows=batch.there[0],
-                prefix=batch.there[2] if step.prefix_there is None else step.prefix_there,
-                minus=extend if step.with_extend else None,
+                prefix=target.before,
+                minus=target.minus,
                 extend=extend,
                 input_ids=step.input_ids,
                 positions=step.positions,
@@ -246,7 +274,7 @@ class DeviceSteps:
                 states=self._states.on_device(step.given, len(step.names), step.input_ids[:0])
                 if self._states.pools
                 else (),
-                new_rows=new and any(known.fresh for known in requests or ()),
+                new_rows=target.new_rows,
             )
         )
         return [(number + place, names) for place, names in enumerate(batch.whose)]
@@ -322,10 +350,12 @@ class DeviceSteps:
         return list({id(one): (layer, one) for layer, one in reversed([*zip(layers, found, strict=True)])}.values())
 
 
-def _in_one(written: Sequence[Any], tokens: int) -> Any:
-    """Return the slots of each group, `[groups, tokens]`, or of one as they are."""
+def in_one(written: Sequence[Any], tokens: int) -> Any:
+    """Return the slots of each group, `[groups, at least tokens]`, or of one as they are."""
     if len(written) == 1:
         return written[0]
+    if len({slots.data_ptr() for slots in written}) == 1:
+        return written[0].expand(len(written), -1)
     import torch
 
     return torch.stack([slots[:tokens] for slots in written])
@@ -336,7 +366,7 @@ def _rows_of(slots: Any, groups: Sequence[VllmGroup], tokens: int) -> Any:
     own = [group.gid for group in groups]
     if hasattr(slots, "stride") and slots.ndim == 2 and slots.stride(1) == 1 and own == list(range(slots.shape[0])):
         return slots
-    return _in_one([slots[gid] for gid in own], tokens)
+    return in_one([slots[gid] for gid in own], tokens)
 
 
 def levels_by_blocks(

@@ -15,6 +15,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.attention import paged_read
+from ...capture.device.forward import TokenSource
 from ...capture.forward_input import AttentionInput, ForwardInput, TableRead
 from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.recorder import Recorder
@@ -126,7 +127,10 @@ class DraftForwards:
             if self._rejected is not None:
                 self._cached -= own_int64(self._rejected[: call.prefix.size])
             self._first_end = self._cached
-            self._leave_out_chunk_ends(call)
+            last = np.where(call.kept > 0, np.cumsum(call.extend) - call.extend + call.kept - 1, -1)
+            after, tokens = call.prefix + call.kept - 1 + self._offset, [known.tokens for known in self._requests]
+            counts = np.array([known.count for known in tokens], np.int64)
+            leave_out_chunk_ends(call.input_ids, last, after, counts, tokens)
         waves = self._waves if first else [np.arange(call.prefix.size, dtype=np.int64)]
         waves = [wave for wave in (wave[call.kept[wave] > 0] for wave in waves) if wave.size]
         forwards = [self._forward("draft_extend" if first else "decode", call, wave) for wave in waves]
@@ -169,15 +173,10 @@ class DraftForwards:
         count = int(starts[-1])
         named = input_ids is not None and not getattr(self._runner.drafter, "use_heterogeneous_vocab", False)
         slots = slots[:count]
-        # Those that the target has rejected may come last, without a slot.
-        last = np.zeros(bs, np.int64)
-        held = np.flatnonzero(slots >= 0)
-        owner = np.repeat(np.arange(bs), extend)[held]
-        np.maximum.at(last, owner, held - starts[owner] + 1)
         return DraftCall(
             prefix=step.prefix if self._cached is None else self._cached,
             extend=extend,
-            kept=last,
+            kept=last_held(slots, extend),
             input_ids=own_int64(input_ids[:count]) if named else np.full(count, UNKNOWN_TOKEN, np.int64),
             positions=own_int64(positions[:count]),
             slots=slots,
@@ -208,17 +207,6 @@ class DraftForwards:
             # Behind the first forward come guesses, though the prompt may go on otherwise.
             truth=self._known.truth(mine, None if mode == "draft_extend" else self._first_end[chosen] + self._offset),
         )
-
-    def _leave_out_chunk_ends(self, call: DraftCall) -> None:
-        """Take for unknown what the draft is fed behind a part of a prompt, if it is the last token of all, as 0.32 does."""
-        last = np.cumsum(call.extend) - call.extend + call.kept - 1
-        for r, known in enumerate(self._requests):
-            after, count = int(call.prefix[r] + call.kept[r]) - 1 + self._offset, known.tokens.count
-            if call.kept[r] and after < count - 1:
-                tokens = known.tokens.all()
-                fed = call.input_ids[last[r]]
-                if fed == tokens[count - 1] and fed != tokens[after]:
-                    call.input_ids[last[r]] = UNKNOWN_TOKEN
 
     def _attention(self, call: DraftCall) -> AttentionInput | None:
         """Return what the draft's attention gets now, of the tokens that have a slot; None if its metadata are not known."""
@@ -269,11 +257,45 @@ class DraftForwards:
         self._recorder.after_forward()
 
 
+def last_held(slots: Int64Array, extend: Int64Array) -> Int64Array:
+    """Return up to which of its tokens, `extend` `[bs]`, each request has slots: rejected ones may come last, without any."""
+    starts, last = np.cumsum(extend) - extend, np.zeros(extend.size, np.int64)
+    held = np.flatnonzero(slots >= 0)
+    owner = np.repeat(np.arange(extend.size), extend)[held]
+    np.maximum.at(last, owner, held - starts[owner] + 1)
+    return last
+
+
+def leave_out_chunk_ends(
+    input_ids: Int64Array,
+    last: Int64Array,
+    after: Int64Array,
+    counts: Int64Array,
+    tokens: Sequence[TokenSource],
+    *,
+    any_token: bool = False,
+) -> None:
+    """Take for unknown what a draft is fed behind a part of a prompt, if it is the last token of all, as 0.32 does.
+
+    Of each request it is fed `input_ids[last]`, -1 for none, in place of its token `after`, of `counts` that it has, `[bs]`
+    each. With `any_token` it is unknown whatever other token it is.
+    """
+    for r in np.flatnonzero((last >= 0) & (after < counts - 1)).tolist():
+        fed, count = input_ids[last[r]], int(counts[r])
+        right, newest = tokens[r].tokens(int(after[r]), int(after[r]) + 1), tokens[r].tokens(count - 1, count)
+        if (fed != right).any() and (any_token or (fed == newest).any()):
+            input_ids[last[r]] = UNKNOWN_TOKEN
+
+
 def kernel_block_size(runner: Any, group: VllmGroup | None) -> int:
     """Return the tokens of a block of the table that the draft's attention gets, 0 if its metadata are not known."""
-    found = getattr(runner.drafter, "draft_attn_groups", None) or ()
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    by_group = getattr(drafter, "attn_groups", None) or ()
+    found = [*(getattr(drafter, "draft_attn_groups", None) or ()), *(one for groups in by_group for one in groups)]
     mine = next((one for one in found if group is not None and group.layers[0] in one.layer_names), None)
     elsewhere = getattr(mine, "kernel_block_size", None) is not None  # its kernels get another table than the runner's
     if group is None or mine is None or elsewhere or str(mine.backend.get_name()) not in PLAIN_BACKENDS:
         return 0
-    return int(runner.input_batch.block_table[group.gid].block_size)
+    if hasattr(runner, "input_batch"):
+        return int(runner.input_batch.block_table[group.gid].block_size)
+    return int(runner.block_tables.block_sizes[group.gid])

@@ -5,6 +5,7 @@ time; each group has a numbering of its own in the trace, and the blocks that it
 Block 0 is the null block: nobody's, and never written.
 """
 
+import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +33,11 @@ DRAFT_RUNNER: Final = 1
 PAGES_ELSEWHERE: Final = 4  # times the pool's, of a connector that does not say how much it can hold
 # Drafters each of whose forwards is a call of their model, and by how much the tokens that they are fed are ahead.
 DRAFTERS: Final = {"EagleProposer": 1, "DraftModelProposer": 0}
+# The same of the V2 runner, where the model is called or is part of a graph.
+SPECULATORS: Final = {"EagleSpeculator": 1, "MTPSpeculator": 1, "StandaloneARSpeculator": 0}
 # What is recorded of another draft layer's forward without having been seen.
 DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
+WRITES_ALONE: Final = "of its forwards only the slots that its first layer writes are recorded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,22 @@ class VllmLayout:
         """The groups, a draft's last."""
         return self.groups if self.draft is None else [*self.groups, self.draft]
 
+    def drafts_unseen(self, header: TraceHeader) -> TraceHeader:
+        """Return a header without a draft's forwards: of those the slots alone that they write are recorded."""
+        if self.draft is None or header.runners[DRAFT_RUNNER].derived:
+            return header
+        self.draft_offset, draft = None, self.draft.index
+        for known in (self.kv.streams, self.kv.halves):
+            known.pop(draft, None)
+        for key in [key for key in self.kv.sources if key[0] == draft]:
+            del self.kv.sources[key]
+        return replace(
+            header,
+            groups=(*header.groups[:draft], _pool_group(self, self.draft)),
+            runners=(*header.runners[:DRAFT_RUNNER], Runner(name="draft", derived=DRAFT_DERIVED)),
+            not_watched=(*header.not_watched, NotWatched(what="runner", name="draft model", reason=WRITES_ALONE)),
+        )
+
     def keeps_elsewhere(self, *num_pages: int) -> None:
         """Make room for what connectors keep of each group elsewhere; 0 for one that does not say how much that can be."""
         self.groups = [
@@ -161,7 +181,8 @@ def draft_layers(runner: Any) -> frozenset[str]:
 
 def draft_offset(runner: Any) -> int | None:
     """Return how far the tokens that a runner's drafter is fed are ahead of their positions, None if its forwards are not seen."""
-    drafter = getattr(runner, "drafter", None)
+    v1 = hasattr(runner, "input_batch")
+    drafter = getattr(runner, "drafter" if v1 else "speculator", None)
     model = getattr(drafter, "model", None)
     otherwise = ("parallel_drafting", "uses_mrope", "constant_draft_positions")
     if any(getattr(drafter, name, False) for name in otherwise) or getattr(model, "forward", None) is None:
@@ -169,7 +190,20 @@ def draft_offset(runner: Any) -> int | None:
     # A connector loads into the draft's layers too; and a model that is run by graphs of its own is not called.
     if getattr(runner.vllm_config, "kv_transfer_config", None) is not None or hasattr(model, "unwrap"):
         return None
-    return DRAFTERS.get(type(drafter).__name__)
+    if v1:
+        return DRAFTERS.get(type(drafter).__name__)
+    whole = getattr(drafter, "pcp_manager", None) is None
+    pieces = getattr(getattr(drafter, "prefill_cudagraph_manager", None), "use_breakable_cg", False)
+    offset = SPECULATORS.get(type(drafter).__name__) if whole and not pieces else None
+    told = offset is None or "num_rejected" in inspect.signature(drafter.propose).parameters
+    return offset if told else None
+
+
+def steps_in_one_graph(runner: Any) -> bool:
+    """Say whether the V2 runner may have the forwards behind a draft's first one in one CUDA graph."""
+    speculator = getattr(runner, "speculator", None)
+    graphs = getattr(getattr(speculator, "decode_cudagraph_manager", None), "graphs", None)
+    return bool(graphs) and bool(getattr(speculator, "supports_decode_metadata_update", False))
 
 
 def kind_of(spec: Any) -> str:

@@ -8,8 +8,8 @@ from ...trace.header import NotWatched
 from .blocks import why_no_history
 from .connectors.external import not_watched as connector_not_watched
 from .connectors.storages import Member
-from .device import on_gpu
-from .layout import VllmLayout
+from .device import is_v1, on_gpu
+from .layout import WRITES_ALONE, VllmLayout, steps_in_one_graph
 from .step import AttentionReader
 
 
@@ -31,11 +31,13 @@ def not_watched(
     speculative = getattr(config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
     if speculative is not None and "ngram" not in method and layout.draft_offset is None:
-        reason = "of its forwards only the slots that its first layer writes are recorded"
-        entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=reason))
-    elif layout.draft_offset is not None:
+        entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=WRITES_ALONE))
+    elif layout.draft_offset is not None and (is_v1(runner) or not layout.draft_offset):
         reason = "this vLLM feeds its draft the request's last token there, which is taken for unknown"
         entries.append(NotWatched(what="other", name="the draft's last token of a part of a prompt", reason=reason))
+    if layout.draft_offset is not None and steps_in_one_graph(runner):
+        reason = "they run in one CUDA graph, and what goes into each of them is nowhere to be seen"
+        entries.append(NotWatched(what="other", name="the draft's forwards behind its first one", reason=reason))
     for group, backend in attention.not_read:
         reason = f"the metadata of {backend} are not known"
         entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))

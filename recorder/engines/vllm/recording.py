@@ -26,7 +26,8 @@ from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of
 from .connectors.storages import members_of
-from .device import DeviceStep, DeviceSteps, block_tables, on_gpu, why_it_waits
+from .device import DeviceStep, DeviceSteps, is_v1, on_gpu, why_it_waits
+from .device_drafts import begin_on_device
 from .drafts import DraftForwards
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
@@ -82,8 +83,8 @@ class VllmRecording:
         settings.folder.mkdir(parents=True, exist_ok=True)
         connector = connector_of(runner.vllm_config)
         self.on_device: DeviceSteps | None = None
+        self.drafts: Any  # what records a draft's forwards
         path = settings.folder / trace_name("vllm", header, number)
-        # A DeviceRecorder if `on_device`, else a Recorder.
         self.recorder: Any = begin_new(path, lambda path: self._begin_trace(path, header, settings, runner, connector))
         recorder: Any = self.recorder
         self.requests = VllmRequests(header.tables[0].rows)
@@ -91,7 +92,8 @@ class VllmRecording:
         self.history: BlockHistory | None = None
         if not no_history:
             self.history = BlockHistory(scheduler, layout, self.requests, recorder, header.sweep_interval)
-        self.drafts = DraftForwards(runner, layout, recorder, self.requests)
+        if layout.draft is None or not isinstance(recorder, DeviceRecorder):
+            self.drafts = DraftForwards(runner, layout, recorder, self.requests)
         self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step, self._open = 0, False
@@ -118,15 +120,15 @@ class VllmRecording:
             why = why_it_waits(runner, layout, connector)
             try:
                 if not why:
-                    tables = block_tables(runner, layout.groups)
-                    recorder = DeviceRecorder(path, header, tables=tables, luts=(), **options)
-                    self.on_device = DeviceSteps(recorder, layout.groups, tables, layout.states)
+                    recorder, self.on_device, self.drafts = begin_on_device(path, header, runner, layout, options)
                     return recorder
             except (ValueError, AttributeError) as error:
                 why = str(error)
             note = f"every forward waits for the device: {why}"
             logger.warning("kvcanary: %s", note)
             header = layout.states.without(dataclasses.replace(header, notes=(*header.notes, note)), note)
+        if not is_v1(runner):  # its drafts' forwards are seen on the device alone
+            header = layout.drafts_unseen(header)
         return recorder_class(settings.inject)(path, header, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
@@ -196,9 +198,8 @@ class VllmRecording:
         cached = output.scheduled_cached_reqs
         if name in cached.req_ids:
             drafts = (getattr(output, "scheduled_spec_decode_tokens", None) or {}).get(name, ())
-            behind = (
-                cached.num_computed_tokens[cached.req_ids.index(name)] + output.num_scheduled_tokens[name] - len(drafts)
-            )
+            place = cached.req_ids.index(name)
+            behind = cached.num_computed_tokens[place] + output.num_scheduled_tokens[name] - len(drafts)
             tokens = self.requests.see(name)[0].tokens
             tokens.append([UNKNOWN_TOKEN] * max(0, behind - len(tokens)))
 

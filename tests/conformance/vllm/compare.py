@@ -129,7 +129,9 @@ def _is_of(row: dict, fault: dict) -> bool:
     if kind == "draft_slot":
         return mine and here and row["kind"] == "write_to_foreign_slot"
     if kind in ("draft_seq_lens", "draft_slot_mapping", "draft_table"):
-        return mine and row["kind"].startswith("attention")
+        # On a GPU the table that the draft's attention gets is the one that is recorded: what lies there shows it.
+        read = kind != "draft_seq_lens" and bool(row["reasons"])
+        return mine and (read or row["kind"].startswith("attention"))
     if kind in ("draft_position", "draft_step_position"):
         return mine and "POSITION" in row["reasons"]
     if kind == "draft_token":

@@ -38,9 +38,10 @@ class Attention:
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         blocks, heads, tokens, _ = kv_cache.shape
         both = kv_cache.view(blocks, heads, 2 * tokens, DIM)
-        block, offset = slot_mapping // tokens, slot_mapping % tokens
-        both[block, :, offset] = key.flip(-1)
-        both[block, :, tokens + offset] = value
+        held = slot_mapping >= 0
+        block, offset = slot_mapping[held] // tokens, slot_mapping[held] % tokens
+        both[block, :, offset] = key[held].flip(-1)
+        both[block, :, tokens + offset] = value[held]
 
 
 # What vLLM's layers are given while a model runs.
@@ -64,7 +65,9 @@ class GPUModelRunner:
             speculative_config=None,
         )
         # A draft model, where there is one, shares the first group's blocks.
-        drafts = sorted(getattr(getattr(self, "drafter", None), "_draft_attn_layer_names", ()))
+        drafter = getattr(self, "drafter", None) or getattr(self, "speculator", None)
+        names = getattr(drafter, "_draft_attn_layer_names", ()) or getattr(drafter, "draft_attn_layer_names", ())
+        drafts = sorted(names)
         self.groups = [
             SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{gid}.attn", *(() if gid else drafts)])
             for gid, spec in enumerate(specs)
@@ -87,7 +90,7 @@ class GPUModelRunner:
             )
             for _ in config.kv_cache_groups
         ]
-        self.input_batch = SimpleNamespace(
+        self.input_batch = self.batch = SimpleNamespace(
             req_ids=[], block_table=tables, num_computed_tokens_cpu=np.zeros(MAX_SEQS, np.int32)
         )
         self.requests: dict[str, Any] = {}
@@ -110,7 +113,7 @@ class GPUModelRunner:
                 query_start_loc=query_start_loc,
                 block_table=table.block_table.gpu[:bs].clone() if self.own_tables else table.block_table.gpu[:bs],
             )
-            for group, table in zip(self.groups, self.input_batch.block_table, strict=True)
+            for group, table in zip(self.groups, self.batch.block_table, strict=True)
             for name in group.layer_names
         }
         if self.on_attention is not None:
@@ -135,7 +138,7 @@ class GPUModelRunner:
         computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         if not output.num_scheduled_tokens:
             return None
-        batch = self.input_batch
+        batch = self.batch
         batch.req_ids = list(output.num_scheduled_tokens)
         ids, positions, self.ends = [], [], []
         for row, name in enumerate(batch.req_ids):
@@ -158,7 +161,7 @@ class GPUModelRunner:
         key = torch.sin(input_ids.float())[:, None, None].expand(-1, HEADS, DIM).contiguous()
         value = torch.cos(input_ids + positions / 7)[:, None, None].expand(-1, HEADS, DIM).contiguous()
         seen = dict.fromkeys((name for name, _, _ in self.ends), 0.0)
-        for group, table in zip(self.groups, self.input_batch.block_table, strict=True):
+        for group, table in zip(self.groups, self.batch.block_table, strict=True):
             layer = self.layers[group.layer_names[0]]
             slots = table.slot_mapping.gpu[: input_ids.shape[0]]
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
@@ -179,7 +182,7 @@ class GPUModelRunner:
             sampled.append(token)
         of = np.array([[*token, 0][:1] for token in sampled])  # a row for each request, whether it samples or not
         logprobs = SimpleNamespace(logprob_token_ids=of, logprobs=-of / np.float32(8))
-        result = SimpleNamespace(req_ids=list(self.input_batch.req_ids), sampled_token_ids=sampled, logprobs=logprobs)
+        result = SimpleNamespace(req_ids=list(self.batch.req_ids), sampled_token_ids=sampled, logprobs=logprobs)
         return SimpleNamespace(get_output=lambda: result) if self.use_async else result
 
     def shutdown(self) -> None:
@@ -191,23 +194,25 @@ class GPUModelRunnerV2(GPUModelRunner):
 
     def initialize_kv_cache(self, config: Any, is_profiling: bool = False) -> None:
         super().initialize_kv_cache(config, is_profiling)
+        del self.input_batch
         self.model_state = SimpleNamespace(prepare_attn=self.attend)
         self.block_tables = SimpleNamespace(
             block_sizes=[BLOCK] * len(config.kv_cache_groups),
-            input_block_tables=[table.block_table.gpu for table in self.input_batch.block_table],
+            input_block_tables=[table.block_table.gpu for table in self.batch.block_table],
+            slot_mappings=[table.slot_mapping.gpu for table in self.batch.block_table],
         )
 
     def execute_model(self, output: Any, intermediate_tensors: Any = None, dummy_run: bool = False) -> None:
         fed = None if dummy_run else self.prepare(output)
         if fed is None:
             return
-        names = self.input_batch.req_ids
+        names = self.batch.req_ids
         counts = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
         batch = SimpleNamespace(
             req_ids=names,
             num_tokens=int(counts.sum()),
             num_scheduled_tokens=counts,
-            num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[: len(names)],
+            num_computed_tokens_np=self.batch.num_computed_tokens_cpu[: len(names)],
             seq_lens=torch.tensor([end for _, _, end in self.ends], dtype=torch.int32),
             query_start_loc=torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
             input_ids=torch.cat((fed[0], torch.zeros(3, dtype=torch.int32))),
@@ -218,7 +223,7 @@ class GPUModelRunnerV2(GPUModelRunner):
         self._model_forward(*fed)
 
     def prepare_attn(self, batch: Any) -> tuple[Any, Any]:
-        tables = self.input_batch.block_table
+        tables = self.batch.block_table
         return tuple(t.block_table.gpu for t in tables), torch.stack([t.slot_mapping.gpu for t in tables])
 
     def sample_tokens(self, grammar: Any) -> Any:

@@ -1,16 +1,14 @@
 """An engine of vLLM's shape whose steps the device's kernels capture, here in Triton's interpreter: nobody waits for it."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
-from kvcanary.recorder.engines.vllm import kv, recording
+from kvcanary.recorder.engines.vllm import recording
 from kvcanary.recorder.engines.vllm.device import why_it_waits
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
@@ -18,6 +16,7 @@ from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from ...support.one_trace import events, verdict
 from . import fake_engine
 from .fake_engine import BLOCK, DIM, FullAttentionSpec, SlidingWindowSpec, hooked, serve
+from .gpu_stand_in import COLUMNS, pass_for_gpu, table_cells
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
 
@@ -32,24 +31,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine store K and V as it gets them, and pass for one on a GPU."""
-
-    def plain(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        blocks, heads, tokens, _ = kv_cache.shape
-        both = kv_cache.view(blocks, heads, 2 * tokens, DIM)
-        block, offset = slot_mapping // tokens, slot_mapping % tokens
-        both[block, :, offset] = key
-        both[block, :, tokens + offset] = value
-
-    monkeypatch.setattr(fake_engine.Attention, "do_kv_cache_update", plain)
-    monkeypatch.setattr(fake_engine.GPUModelRunner, "own_tables", False)
-    monkeypatch.setattr(kv, "stored_halves", lambda *_: dict.fromkeys("KV", kv.PLAIN))
-    monkeypatch.setattr(recording, "on_gpu", lambda _: True)
-    monkeypatch.setattr(
-        RecordingSettings, "new_sampling_seed", lambda _: None
-    )  # other layers are sampled on the CPU alone
-    monkeypatch.setattr(model_forward, "PROGRAMS", 6)  # the interpreter runs one program after another
-    monkeypatch.setattr(model_forward, "TILE", 16)
+    pass_for_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +80,6 @@ def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(cells[True]) > 20
 
 
-def table_cells(event: Any) -> Iterator[tuple[int, ...]]:
-    """Yield table, row, position and slot of each table entry that an event changes."""
-    slots = iter(event.ints("table_slots").tolist())
-    runs = (event.ints(f"table_{name}").tolist() for name in ("index", "row", "start", "count"))
-    for table, row, start, count in zip(*runs, strict=True):
-        yield from ((table, row, start + i, next(slots)) for i in range(count))
-
-
-COLUMNS = (
-    *("req_pool_indices", "prefix_lens", "extend_lens", "input_ids", "positions", "out_cache_loc", "truth_lens"),
-    *("attention_seq_lens", "attention_query_lens"),
-)
-
-
 def test_of_attention_that_has_tables_of_its_own_the_slots_are_not_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +117,7 @@ def test_an_engine_that_cannot_be_captured_is_recorded_all_the_same(
 @pytest.mark.parametrize("kind", ["draft", "connector", "several dimensions", "embeddings", "micro-batches", "v2"])
 def test_what_cannot_be_captured_is_said(kind: str) -> None:
     runner = fake_engine.GPUModelRunner([FullAttentionSpec()], 4)
-    layout = SimpleNamespace(draft=None)
+    layout = SimpleNamespace(draft=None, draft_offset=None)
     assert why_it_waits(runner, layout, "") == ""
     if kind == "draft":
         layout.draft = object()

@@ -16,7 +16,13 @@ def install_faults() -> None:
     from vllm.v1.worker.gpu import block_table, model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    injector = GpuInjector(fault, int(os.environ["CONFORMANCE_SEED"]))
+    seed = int(os.environ["CONFORMANCE_SEED"])
+    if fault.startswith("draft") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        from v2_draft_faults import V2DraftInjector, install_v2_draft_faults
+
+        install_v2_draft_faults(V2DraftInjector(fault, seed))
+        return
+    injector = GpuInjector(fault, seed)
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
         return

@@ -84,16 +84,21 @@ def _recurrent() -> tuple[GpuRun, ...]:
 
 
 def _drafts() -> tuple[GpuRun, ...]:
-    """Return the runs with draft models, whose forwards wait for the device."""
-    eagle = {"runner": "v1", "draft": "eagle"}
-    found = [GpuRun(name="v1-plain-eagle", asynchronous=False, **eagle)]
-    found.append(GpuRun(name="v1-eagle", base="v1-plain-eagle", asynchronous=False, **eagle))
-    for shape in ("eager", "graphs", "compiled", "eager-few-blocks", "graphs-hybrid"):
-        found.append(GpuRun(name=f"v1-eagle-{shape}", base="none", **eagle, **SHAPES[shape]))
-    found.append(GpuRun(name="v1-draft-model", base="none", runner="v1", draft="draft_model"))
-    found.append(GpuRun(name="v2-eagle", base="none", draft="eagle", graph=FULL))
-    for number, fault in enumerate(DRAFT_FAULTS, 2):
-        found.append(GpuRun(name=f"v1-eagle-{fault}", base="none", fault=fault, seed=number, **eagle))
+    """Return the runs with draft models."""
+    found = []
+    for runner in ("v1", "v2"):
+        eagle = {"runner": runner, "draft": "eagle"}
+        plain, name = f"{runner}-plain-eagle", f"{runner}-eagle"
+        found.append(GpuRun(name=plain, asynchronous=False, **eagle))
+        found.append(GpuRun(name=name, base=plain, asynchronous=False, **eagle))
+        for shape in ("eager", "graphs", "compiled", "eager-few-blocks", "graphs-hybrid"):
+            found.append(GpuRun(name=f"{name}-{shape}", base="none", **eagle, **SHAPES[shape]))
+        found.append(GpuRun(name=f"{runner}-draft-model", base="none", runner=runner, draft="draft_model"))
+        for number, fault in enumerate(DRAFT_FAULTS, 2):
+            found.append(GpuRun(name=f"{name}-{fault}", base="none", fault=fault, seed=number, **eagle))
+        for number, fault in enumerate(("draft_position", "draft_table", "draft_token"), 2):
+            one = GpuRun(name=f"{name}-graphs-{fault}", base="none", fault=fault, seed=number, graph=FULL, **eagle)
+            found.append(one)
     return tuple(found)
 
 
