@@ -182,7 +182,7 @@ def draft_layers(runner: Any) -> frozenset[str]:
 def draft_offset(runner: Any) -> int | None:
     """Return how far the tokens that a runner's drafter is fed are ahead of their positions, None if its forwards are not seen."""
     v1 = hasattr(runner, "input_batch")
-    drafter = getattr(runner, "drafter" if v1 else "speculator", None)
+    drafter: Any = getattr(runner, "drafter" if v1 else "speculator", None)
     model = getattr(drafter, "model", None)
     otherwise = ("parallel_drafting", "uses_mrope", "constant_draft_positions")
     if any(getattr(drafter, name, False) for name in otherwise) or getattr(model, "forward", None) is None:
