@@ -187,7 +187,7 @@ class RunnerOnDevice:
         windows = [group.window for group in self.groups if group.table == number]
         # The slot before a window is its chain's predecessor, so its cell is read as well.
         longest = max(windows) + 1 if windows and 0 not in windows else 0
-        if not windows:
+        if self.groups and not windows:
             longest = NOT_READ
         there = (table.data_ptr(), *table.shape, table.stride(0), shadow.data_ptr(), *shadow.shape)
         return (*there, longest, page_size, allocated, int(by_place))

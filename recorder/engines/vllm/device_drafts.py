@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,13 +29,17 @@ from .drafts import NOT_RUN, kernel_block_size, last_held, leave_out_chunk_ends
 from .layout import DRAFT_RUNNER, VllmGroup, VllmLayout
 from .step import FIELDS, forward_context
 
+# Twice as much as without a draft: target and draft each have a forward of a step that may admit requests.
+FRAME_BYTES: Final = 128 << 20
+
 
 def begin_on_device(
     path: Path, header: TraceHeader, runner: Any, layout: VllmLayout, options: dict[str, Any]
 ) -> "tuple[DeviceRecorder, DeviceSteps, DeviceDrafts | None]":
     """Return a recorder, and what has the device capture a runner's steps and its draft's forwards; raise as the first does."""
     tables = block_tables(runner, layout.all_groups)
-    recorder = DeviceRecorder(path, header, tables=tables, luts=(), **options)
+    room = options if layout.draft is None else options | {"frame_bytes": FRAME_BYTES}
+    recorder = DeviceRecorder(path, header, tables=tables, luts=(), **room)
     steps = DeviceSteps(recorder, layout.groups, tables[: len(layout.groups)], layout.states)
     drafts = None if layout.draft is None else DeviceDrafts(runner, layout, recorder, steps, tables[-1])
     return recorder, steps, drafts
@@ -45,9 +49,10 @@ def begin_on_device(
 class DraftRequests(BatchRequests):
     """The requests of one of a draft's forwards, and what is found out about it once the device has run it.
 
-    `table` is the draft's, `width` the positions that it has. `behind` is how many forwards of the draft's came before it in its step; `offset` how far its tokens are ahead; `named` says
-    whether they are the target's; `rejected` gets `[bs]` tokens that are no request's, if their slots do not say so;
-    `any_chunk_end` says whether what is fed behind a part of a prompt may be any token.
+    `table` is the draft's, `width` the positions that it has; `behind` is how many forwards of the draft's came before it in
+    its step; `offset` how far its tokens are ahead; `named` says whether they are the target's; `rejected` gets `[bs]` tokens
+    that are no request's, if their slots do not say so; `any_chunk_end` says whether what is fed behind a part of a prompt
+    may be any token.
     """
 
     table: int
@@ -65,9 +70,8 @@ class DraftRequests(BatchRequests):
             raise ValueError("a draft's metadata do not fit the requests of its step")
         starts = np.cumsum(extend) - extend
         kept = last_held(forward.out_cache_loc[self.table][: extend.sum()], extend)
-        kept = np.minimum(
-            kept, np.maximum(self.width - prefix, 0)
-        )  # the V2 runner puts what is behind there on top of others
+        # What is behind the last position the V2 runner puts there, on top of what that has.
+        kept = np.minimum(kept, np.maximum(self.width - prefix, 0))
         if self.rejected:
             kept = np.clip(extend - self.rejected[0], 0, kept)
         if not self.named:
@@ -98,6 +102,7 @@ class DeviceDrafts:
         self._own = own  # the runner's block table
         self._reads = (int(own.table.data_ptr()), int(own.table.stride(0)))  # the one that is compared
         self._names = list(inspect.signature(self._drafter.propose).parameters)
+        self._run_names = [] if self._v1 else list(inspect.signature(self._drafter._run_model).parameters)
         self._target: TargetStep | None = None  # behind which it drafts, None while it does not
         self._given: dict[str, Any] = {}  # what the drafter is called with
         self._cached: Any = None  # [bs] tokens that the draft's last forward has left in its cache, on the device
@@ -115,10 +120,13 @@ class DeviceDrafts:
             self._recorder.capture.prepare_for(given, lens)
 
     def attach(self, on_fault: OnFault) -> None:
-        """Hook the drafter, its model, and the graphs that it runs in the model's place."""
+        """Hook the drafter, what runs its model, and the graphs that it runs in the model's place."""
         drafter = self._drafter
         wrap_method(drafter, "propose", self.on_propose, on_fault)
-        wrap_method(drafter.model, "forward", self.on_draft_model, on_fault)
+        if self._v1:
+            wrap_method(drafter.model, "forward", self.on_draft_model, on_fault)
+            return
+        wrap_method(drafter, "_run_model", self.on_run_model, on_fault)
         prefills, decodes = (getattr(drafter, f"{kind}_cudagraph_manager", None) for kind in ("prefill", "decode"))
         wrap_method(prefills, "run_fullgraph", self.on_first_graph, on_fault)
         if not getattr(drafter, "supports_decode_metadata_update", False):
@@ -153,7 +161,7 @@ class DeviceDrafts:
     def on_draft_model(
         self, *_args: Any, input_ids: Any = None, positions: Any = None, inputs_embeds: Any = None, **_kwargs: Any
     ) -> Finish | None:
-        """Capture a forward of the draft's model: what goes in before it, what it wrote after it."""
+        """Capture a forward of the V1 runner's draft model: what goes in before it, what it wrote after it."""
         context, layer = forward_context(), self._group.layers[0]
         metadata, mappings = getattr(context, "attn_metadata", None), getattr(context, "slot_mapping", None)
         if not isinstance(metadata, dict) or not isinstance(mappings, dict) or positions is None:
@@ -161,6 +169,19 @@ class DeviceDrafts:
         named = inputs_embeds is None and not getattr(self._drafter, "use_heterogeneous_vocab", False)
         slots = [mappings.get(group.layers[0]) for group in self._groups]
         return self._capture(metadata.get(layer), slots, input_ids, positions, named=named)
+
+    def on_run_model(self, *args: Any, **kwargs: Any) -> Finish | None:
+        """Capture a forward of the V2 runner's, whose model may be compiled as a whole."""
+        given = dict(zip(self._run_names, args, strict=False)) | kwargs
+        metadata, mappings = given.get("attn_metadata"), given.get("slot_mappings")
+        if not isinstance(metadata, dict) or not isinstance(mappings, dict):
+            return None  # a dummy run
+        input_ids, positions, own = given.get("input_ids"), given.get("positions"), self._drafter.input_buffers
+        if input_ids is None or positions is None:
+            input_ids, positions = own.input_ids[: given["num_tokens"]], own.positions[: given["num_tokens"]]
+        slots = [mappings.get(group.layers[0]) for group in self._groups]
+        named = not getattr(self._drafter, "supports_mm_inputs", False)
+        return self._capture(metadata.get(self._group.layers[0]), slots, input_ids, positions, named=named)
 
     def on_first_graph(self, *_args: Any, **_kwargs: Any) -> Finish | None:
         """Capture the draft's first forward where it runs as a graph, which reads the drafter's and the target's buffers."""

@@ -182,7 +182,7 @@ def draft_layers(runner: Any) -> frozenset[str]:
 def draft_offset(runner: Any) -> int | None:
     """Return how far the tokens that a runner's drafter is fed are ahead of their positions, None if its forwards are not seen."""
     v1 = hasattr(runner, "input_batch")
-    drafter = getattr(runner, "drafter" if v1 else "speculator", None)
+    drafter: Any = getattr(runner, "drafter" if v1 else "speculator", None)
     model = getattr(drafter, "model", None)
     otherwise = ("parallel_drafting", "uses_mrope", "constant_draft_positions")
     if any(getattr(drafter, name, False) for name in otherwise) or getattr(model, "forward", None) is None:
@@ -190,13 +190,15 @@ def draft_offset(runner: Any) -> int | None:
     # A connector loads into the draft's layers too; and a model that is run by graphs of its own is not called.
     if getattr(runner.vllm_config, "kv_transfer_config", None) is not None or hasattr(model, "unwrap"):
         return None
-    if v1:
-        return DRAFTERS.get(type(drafter).__name__)
+    if v1:  # whose model is not called by its forward where it is compiled as a whole, as some MTP models are
+        compiled = not getattr(model, "do_not_compile", True)
+        return None if compiled else DRAFTERS.get(type(drafter).__name__)
     whole = getattr(drafter, "pcp_manager", None) is None
     pieces = getattr(getattr(drafter, "prefill_cudagraph_manager", None), "use_breakable_cg", False)
     offset = SPECULATORS.get(type(drafter).__name__) if whole and not pieces else None
-    told = offset is None or "num_rejected" in inspect.signature(drafter.propose).parameters
-    return offset if told else None
+    if offset is None or not callable(getattr(drafter, "_run_model", None)):
+        return None
+    return offset if "num_rejected" in inspect.signature(drafter.propose).parameters else None
 
 
 def steps_in_one_graph(runner: Any) -> bool:

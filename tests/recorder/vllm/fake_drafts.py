@@ -180,11 +180,12 @@ class EagleSpeculator(EagleProposer):
             given.append(value)
 
     def _forward(self, call: Any, metadata: dict[str, Any]) -> None:
-        if not self.graphs:
-            super()._forward(call, metadata)
-            return
         own, mapping = self.input_buffers, call.runner.block_tables.slot_mappings[0]
         count, bs = len(call.tokens), len(call.seq_lens)
+        if not self.graphs:
+            own.input_ids[:count], own.positions[:count] = call.tokens, call.positions
+            self._run_eagerly(count, metadata, {LAYER: call.slots})
+            return
         own.input_ids[:count], own.positions[:count], mapping[:count] = call.tokens, call.positions, call.slots
         own.seq_lens[:bs], own.query_start_loc[: bs + 1] = call.seq_lens, call.starts
         own_table = call.runner.batch.block_table[0].block_table.gpu
@@ -198,8 +199,26 @@ class EagleSpeculator(EagleProposer):
         manager.run_fullgraph(None)
         own_table[:] = before
 
+    def _run_eagerly(self, count: int, metadata: Any, slots: Any) -> None:
+        self._run_model(count, metadata, slots)
+
+    def _run_model(self, num_tokens: int, attn_metadata: Any, slot_mappings: Any) -> None:
+        own = self.input_buffers
+        CONTEXT.attn_metadata, CONTEXT.slot_mapping = attn_metadata, slot_mappings
+        self.model.forward(input_ids=own.input_ids[:num_tokens], positions=own.positions[:num_tokens])
+        CONTEXT.attn_metadata = CONTEXT.slot_mapping = None
+
 
 class StandaloneARSpeculator(EagleSpeculator):
     """The same of a model of its own."""
 
     ahead = 0
+
+    def _run_eagerly(self, count: int, metadata: Any, slots: Any) -> None:
+        own = self.input_buffers
+        self._run_model(own.input_ids[:count], own.positions[:count], metadata, slots)
+
+    def _run_model(self, input_ids: Any, positions: Any, attn_metadata: Any, slot_mappings: Any) -> None:  # type: ignore[override]
+        CONTEXT.attn_metadata, CONTEXT.slot_mapping = attn_metadata, slot_mappings
+        self.model.forward(input_ids=input_ids, positions=positions)
+        CONTEXT.attn_metadata = CONTEXT.slot_mapping = None

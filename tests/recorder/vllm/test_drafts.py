@@ -124,7 +124,7 @@ def test_the_last_token_behind_a_part_of_a_prompt_is_unknown(tmp_path: Path) -> 
     assert "the draft's last token of a part of a prompt" in {one.name for one in header.not_watched}
 
 
-@pytest.mark.parametrize("why", ["another drafter", "parallel", "connector", "graphs"])
+@pytest.mark.parametrize("why", ["another drafter", "parallel", "connector", "graphs", "compiled"])
 def test_of_other_drafts_the_writes_alone_are_recorded(why: str) -> None:
     config = SimpleNamespace(kv_transfer_config=None)
     runner: Any = SimpleNamespace(vllm_config=config, drafter=EagleProposer(), input_batch=None)
@@ -135,6 +135,8 @@ def test_of_other_drafts_the_writes_alone_are_recorded(why: str) -> None:
         runner.drafter.parallel_drafting = True
     elif why == "connector":
         runner.vllm_config.kv_transfer_config = object()
+    elif why == "compiled":
+        runner.drafter.model.do_not_compile = False
     else:
         runner.drafter.model.unwrap = lambda: None
     assert draft_offset(runner) is None

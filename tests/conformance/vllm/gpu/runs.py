@@ -91,7 +91,7 @@ def _drafts() -> tuple[GpuRun, ...]:
         plain, name = f"{runner}-plain-eagle", f"{runner}-eagle"
         found.append(GpuRun(name=plain, asynchronous=False, **eagle))
         found.append(GpuRun(name=name, base=plain, asynchronous=False, **eagle))
-        for shape in ("eager", "graphs", "compiled", "eager-few-blocks", "graphs-hybrid"):
+        for shape in ("eager", "graphs", "compiled", "eager-few-blocks", "graphs-hybrid", "graphs-sweeps"):
             found.append(GpuRun(name=f"{name}-{shape}", base="none", **eagle, **SHAPES[shape]))
         found.append(GpuRun(name=f"{runner}-draft-model", base="none", runner=runner, draft="draft_model"))
         for number, fault in enumerate(DRAFT_FAULTS, 2):
