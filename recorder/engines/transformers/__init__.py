@@ -3,7 +3,7 @@
     with attach("trace.arrow"):
         model.generate_batch(inputs, ...)
 
-Known to work with transformers 5.19 to 5.23; synchronous batching only, and the block-table fast path (GPU, flash
+Known to work with transformers 5.18 to 5.24; synchronous batching only, and the block-table fast path (GPU, flash
 attention) is untested.
 """
 

@@ -35,8 +35,9 @@ def import_engine() -> None:
     from vllm.platforms import current_platform
 
     # A worker does this before it imports its runner; done after that, it stumbles over a module of llvmlite's.
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # not before 0.30
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
     import vllm.model_executor.models.gemma3
     import vllm.model_executor.models.lfm2
