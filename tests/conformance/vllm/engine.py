@@ -163,13 +163,12 @@ def generate(run: Run, folder: Path) -> None:
         model=str(MODELS / setup.model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype="float32",
         enforce_eager=True,
         max_model_len=256,
         block_size=32,
         max_num_seqs=6,
         seed=run.seed,
-        **{"max_num_batched_tokens": 48, **arguments},
+        **{"max_num_batched_tokens": 48, "dtype": "float32", **arguments},
     )
     rng = random.Random(run.seed)
 
