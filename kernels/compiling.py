@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import llvmlite
 import llvmlite.binding as llvm
 from numba import types
 from numba.core import cgutils, codegen, compiler, typed_passes, typing, untyped_passes
@@ -288,7 +289,8 @@ def object_code(
     it may ask of the process: loops that ask for more, as those that allocate memory do, are a `TypeError`.
     """
     made = _compile(loops, arguments, types.void, inlined=False)
-    module = llvm.parse_assembly(entry(made.fndesc.llvm_func_name))
+    context = pointers_context()
+    module = llvm.parse_assembly(entry(made.fndesc.llvm_func_name), context)
     kept = {function.name for function in module.functions if not function.is_declaration}
     seen: set[int] = set()
     waiting = [made.library]
@@ -299,10 +301,10 @@ def object_code(
         seen.add(id(library))
         if isinstance(library, _Texts):
             for text in library.texts:
-                module.link_in(llvm.parse_assembly(text))
+                module.link_in(llvm.parse_assembly(text, context))
             waiting.extend(library.called)
         else:  # numba's own, compiled before
-            module.link_in(llvm.parse_bitcode(library._get_module_for_linking().as_bitcode()))
+            module.link_in(llvm.parse_bitcode(library._get_module_for_linking().as_bitcode(), context))
     for thing in (*module.functions, *module.global_variables):
         if not thing.is_declaration and thing.name not in kept:
             thing.linkage = "internal"
@@ -321,6 +323,18 @@ def object_code(
 
 
 _SPEED: Final = 3
+
+
+@functools.cache
+def pointers_context() -> Any:
+    """Return the context into which LLVM reads texts, None for its own.
+
+    numba 0.61's llvmlite (0.44) writes typed pointers and reads no others, while our entries have opaque ones; a context
+    made for these reads both.
+    """
+    if getattr(llvmlite, "opaque_pointers_enabled", True):
+        return None
+    return llvm.context.ContextRef(llvm.ffi.lib.LLVMPY_ContextCreate(True))
 
 
 @functools.cache

@@ -12,7 +12,17 @@ from typing import Final, NamedTuple
 
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
 from .facts import FACTS_A_SLOT, Fact
-from .observed import lost_all, misplaced, of_another, open_transfer, row_moved, skipped, twice_in_batch, went_elsewhere
+from .observed import (
+    its_own_slot,
+    lost_all,
+    misplaced,
+    of_another,
+    open_transfer,
+    row_moved,
+    skipped,
+    twice_in_batch,
+    went_elsewhere,
+)
 
 # No kind is said with this or more that another one could be as well.
 CERTAIN: Final = 0.7
@@ -301,6 +311,8 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("req_to_token", "slot_mapping", "page_given_twice"))
     foreign = cluster.finding("write_to_foreign_slot")
     if foreign is not None and not cluster.was_given(foreign):
+        if its_own_slot(cluster, foreign) is not None:
+            return Likely("write", ("slot_mapping", "req_to_token"))
         if cluster.enough(foreign):
             return Likely("table", ("req_to_token", "slot_mapping"))
         return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))

@@ -25,6 +25,20 @@ def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     )
 
 
+def its_own_slot(cluster: Cluster, sign: Sign) -> Sign | None:
+    """Return what shows that a request's row names another slot than it wrote to: its entry, or that it reads that slot later."""
+    for other in cluster.signs:
+        here = (other.request_id, other.position, other.event) == (sign.request_id, sign.position, sign.event)
+        if here and other.kind == "table_entry_differs":
+            return other
+        if (other.request_id, other.position) == (sign.request_id, sign.position) and other.event > sign.event:
+            given = cluster.last(other, "alloc", "shared", before=sign.event)
+            own = given is not None and given.request_id == sign.request_id
+            if own and cluster.wrote(other) == (sign.event, sign.slot) and other.slot != sign.slot:
+                return other
+    return None
+
+
 def _named_anew(cluster: Cluster, sign: Sign, other: Sign) -> bool:
     """Whether what a sign's request wrote in one slot is looked for in another, which it was given later: its row is wrong."""
     own, given = cluster.wrote(other), cluster.last(other, "alloc")

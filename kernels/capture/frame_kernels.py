@@ -131,7 +131,7 @@ def begin_kernel(
                 for table in range(tl.load(descriptor_of(ticket) + 9)):
                     compare_table(table, request, row, prefix, split, splits, ticket, LUT_INT64, TILE)
                     write_shadow(
-                        table, row, prefix, extend, before, split, splits, loc_in + table * loc_stride, num_loc,
+                        table, request, row, prefix, extend, before, split, splits, loc_in + table * loc_stride, num_loc,
                         num_tokens, ticket, TILE,
                     )  # fmt: skip
         _count_as_done(ticket, counters_of(ticket))

@@ -214,6 +214,29 @@ def copy_tokens(
 
 
 @triton.jit
+def slot_in(table, position, page, mask):
+    """The slots that a row of a table names for positions, -1 for a block that is none."""
+    slot = tl.load(table + position // page, mask=mask, other=0)
+    if page > 1:
+        whole = (slot.to(tl.int64) * page + position % page).to(tl.int32)
+        slot = tl.where(slot < 0, -1, whole)
+    return slot
+
+
+@triton.jit
+def put_cells(row, number, start, slot, changed, ticket, TILE: tl.constexpr):
+    """Put a tile of a row's cells from `start` on into the frame, those that are `changed`; return whether there was room."""
+    place = tl.atomic_add(counters_of(ticket), 1)
+    fits = place < tl.load(ticket + TABLE_CAPACITY)
+    if fits:
+        out = frame_of(ticket) + tl.load(ticket + TABLE_AT) + place * (2 + TILE)
+        tl.store(out, row + number * _TABLE_OF_ENTRY)
+        tl.store(out + 1, row * 0 + start)
+        tl.store(out + 2 + tl.arange(0, TILE), tl.where(changed, slot.to(tl.int64), _UNCHANGED))
+    return fits
+
+
+@triton.jit
 def compare_table(number, request, row, prefix, split, splits, ticket, LUT_INT64: tl.constexpr, TILE: tl.constexpr):
     """Compare a share of one request's prefix in one table with the shadow; put the cells that differ into the frame.
 
@@ -239,20 +262,12 @@ def compare_table(number, request, row, prefix, split, splits, ticket, LUT_INT64
         for start in range(first + split * TILE, end, splits * TILE):
             position = start + tile
             mask = position < end
-            slot = tl.load(table + position // page, mask=mask, other=0)
-            if page > 1:
-                whole = (slot.to(tl.int64) * page + position % page).to(tl.int32)
-                slot = tl.where(slot < 0, -1, whole)
+            slot = slot_in(table, position, page, mask)
             gone = ((position + 1) % allocated == 0) | ((slot >= 0) & (slot < page))
             slot = tl.where((position == unread) & gone, 0, slot)
             changed = mask & (slot != tl.load(shadow + position, mask=mask, other=0))
             if tl.sum(changed.to(tl.int64)) > 0:
-                place = tl.atomic_add(counters_of(ticket), 1)
-                if place < tl.load(ticket + TABLE_CAPACITY):
-                    out = frame_of(ticket) + tl.load(ticket + TABLE_AT) + place * (2 + TILE)
-                    tl.store(out, row + number * _TABLE_OF_ENTRY)
-                    tl.store(out + 1, row * 0 + start)
-                    tl.store(out + 2 + tile, tl.where(changed, slot.to(tl.int64), _UNCHANGED))
+                if put_cells(row, number, start, slot, changed, ticket, TILE):
                     tl.store(shadow + position, slot, mask=changed)
             _lut_changes(descriptor, ticket, slot.to(tl.int64), mask, LUT_INT64)
 
@@ -274,20 +289,32 @@ def tokens_before(request, rows_in, extend_in, extend_each, HAS_EXTEND: tl.const
 
 @triton.jit
 def write_shadow(
-    number, row, prefix, extend, before, split, splits, loc_in, num_loc, num_tokens, ticket, TILE: tl.constexpr
+    number, request, row, prefix, extend, before, split, splits, loc_in, num_loc, num_tokens, ticket, TILE: tl.constexpr
 ):  # fmt: skip
-    """Put a share of what one request writes into a table's shadow: the replay puts it into its table by itself."""
+    """Put a share of what one request writes into a table's shadow: the replay puts it into its table by itself.
+
+    A table by place names these slots already: cells that name others are put into the frame.
+    """
     of_table = descriptor_of(ticket) + TABLES_AT + number * TABLE_WORDS
-    width = tl.load(of_table + 6)
+    width, page = tl.load(of_table + 6), tl.load(of_table + 8)
+    named = (tl.load(of_table + 10) != 0) & (tl.load(of_table + 7) != _NOT_READ) & (request < tl.load(of_table + 1))
+    cells = tl.where(named, tl.load(of_table + 2) * page, 0)
+    table = tl.load(of_table).to(tl.pointer_type(tl.int32)) + tl.where(named, request, 0) * tl.load(of_table + 3)
+    tile = tl.arange(0, TILE).to(tl.int64)
     if (row > 0) & (row < tl.load(of_table + 5)):
         shadow = shadow_row(of_table, row)
         for start in range(split * TILE, extend, splits * TILE):
-            i = start + tl.arange(0, TILE).to(tl.int64)
+            i = start + tile
             position = prefix + i
             token = before + i
             mask = (i < extend) & (token < num_tokens) & (position >= 0) & (position < width)
             loc = tl.load(loc_in + token, mask=mask & (token < num_loc), other=-1)
             tl.store(shadow + position, loc.to(tl.int32), mask=mask)
+            compared = mask & (loc >= 0) & (position < cells)
+            slot = slot_in(table, position, page, compared)
+            differs = compared & (slot != loc.to(tl.int32))
+            if tl.sum(differs.to(tl.int64)) > 0:
+                put_cells(row, number, prefix + start, slot, differs, ticket, TILE)
 
 
 @triton.jit

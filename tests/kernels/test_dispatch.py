@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import kvcanary.kernels
@@ -129,6 +130,22 @@ def test_loops_that_have_no_signature() -> None:
         select(bad_result_loops, "cpu")
     with pytest.raises(TypeError, match="parameter values"):
         select(bad_parameter_loops, "cpu")
+
+
+def test_typed_pointers_of_an_older_llvmlite_are_read_with_our_opaque_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba 0.61 brings llvmlite 0.44, whose own context reads typed pointers only."""
+    import llvmlite
+    from kvcanary.kernels import compiling
+
+    made: list[bool] = []
+    monkeypatch.setattr(llvmlite, "opaque_pointers_enabled", False, raising=False)
+    # the function itself takes no argument any more, and in 0.44 whether pointers are opaque
+    monkeypatch.setattr(compiling.llvm.ffi, "lib", SimpleNamespace(LLVMPY_ContextCreate=made.append))
+    monkeypatch.setattr(compiling.llvm.context, "ContextRef", lambda made: "opaque")
+    fresh = compiling.pointers_context.__wrapped__
+    assert (fresh(), made) == ("opaque", [True])
+    monkeypatch.setattr(llvmlite, "opaque_pointers_enabled", True, raising=False)
+    assert fresh() is None
 
 
 def test_the_cache_folder_is_the_users_choice_first(tmp_path: Path) -> None:

@@ -291,16 +291,45 @@ def test_what_the_layers_hand_in_is_compared_with_what_the_cache_holds(
 
     update, calls = PagedAttentionCache.update, []
 
-    def damaging(cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
+    def damaging(cache: Any, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store one token's V of the first layer otherwise than it was handed in."""
         calls.append(layer_idx)
         if layer_idx == first and calls.count(first) == 5:
             value_states = value_states.clone()
             value_states[0, 0, -1, 3] += 1
-        return update(cache, key_states, value_states, layer_idx, kwargs)
+        return update(cache, key_states, value_states, layer_idx, *args, **kwargs)
 
     monkeypatch.setattr(PagedAttentionCache, "update", damaging)
     with attach(tmp_path / "trace.arrow", capture_bytes=32):
         generate(model(name))
     summary = judged(tmp_path / "trace.arrow")
     assert (summary.violations, dict(summary.findings_by_kind)) == (0, {"write_damaged": 1})
+
+
+def test_a_layer_may_hand_in_its_indices_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in 5.18; later versions hand in one dictionary."""
+    update, given = PagedAttentionCache.update, []
+
+    def by_names(
+        cache: Any, key_states: Any, value_states: Any, layer_idx: int, read_index: Any, write_index: Any
+    ) -> Any:
+        args, kwargs = given.pop()
+        assert (read_index is None, write_index is None) == (False, False)
+        return update(cache, key_states, value_states, layer_idx, *args, **kwargs)
+
+    monkeypatch.setattr(PagedAttentionCache, "update", by_names)
+    with attach(tmp_path / "trace.arrow", capture_bytes=32):
+        hooked = PagedAttentionCache.update
+
+        def layer(cache: Any, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            given.append((args, kwargs))
+            of_step = args[0] if args else kwargs.get("kwargs", kwargs)
+            indices = {name: of_step[name] for name in ("read_index", "write_index")}
+            return hooked(cache, key_states, value_states, layer_idx=layer_idx, **indices)
+
+        monkeypatch.setattr(PagedAttentionCache, "update", layer)
+        generate(model("llama"))
+        monkeypatch.setattr(PagedAttentionCache, "update", hooked)
+    assert_clean(tmp_path / "trace.arrow")
+    forwards = [event for event in read_trace(tmp_path / "trace.arrow") if event.kind == "forward"]
+    assert all(event.scalar("submitted_watched") for event in forwards)

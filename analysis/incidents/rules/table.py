@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
-from ..observed import lost_all, misplaced, twice_in_batch
+from ..observed import its_own_slot, lost_all, misplaced, twice_in_batch
 from .allocation import lower_edge, named_twice, own_free
 
 
@@ -10,7 +10,8 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
     """A block-table entry of a running request points to another slot, which was not given to it. (canary)"""
     for other in cluster.head:
         stale, there = cluster.gave_up(other), cluster.enough(other) or lost_all(cluster, other)
-        if other.kind in _FOREIGN and there and (stale or not cluster.was_given(other)):
+        went = other.kind == "write_to_foreign_slot" and its_own_slot(cluster, other) is not None  # the row is right
+        if other.kind in _FOREIGN and there and not went and (stale or not cluster.was_given(other)):
             why = "which it had given back when it was put back" if stale else "which it was never given"
             held = "slots enough" if cluster.enough(other) else "slots there, and all that it reads is not its own"
             said = (

@@ -2,7 +2,7 @@
 
 from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
 from ..facts import Fact
-from ..observed import over_its_own, went_elsewhere
+from ..observed import its_own_slot, over_its_own, went_elsewhere
 from .allocation import own_free
 
 
@@ -32,10 +32,11 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(0.75, said, lost, lost.event, cause=lost.event)
     for sign in cluster.head:
         if sign.kind == "write_to_foreign_slot" and not cluster.was_given(sign):
-            found = _its_own_slot(cluster, sign)
+            found = its_own_slot(cluster, sign)
             if found is not None:
                 said = f"{sign.reader} wrote its token for position {sign.position} to {sign.place} in {sign.when}, which it was never "
-                said += f"given: it reads that position in slot {found.slot}, which it had been given"
+                row = f"it reads that position in slot {found.slot}, which it had been given"
+                said += f"given: it {found.detail}" if found.event == sign.event else f"given: {row}"
                 return cluster.diagnosis(0.94, said, sign, sign.event, found.event, cause=sign.event)
         if sign.kind == "attention_slots":
             over = over_its_own(cluster, sign) if sign.slot < 0 else None
@@ -70,17 +71,6 @@ def _never_filled_since(cluster: Cluster, sign: Sign, own: tuple[int, int] | Non
     return twice and not cluster.filled_between(
         sign, given.event, sign.event, "written", "copied", "loaded", "received"
     )
-
-
-def _its_own_slot(cluster: Cluster, sign: Sign) -> Sign | None:
-    """Return a later sign in which a request reads what it wrote elsewhere in a slot that it had been given by then."""
-    for other in cluster.signs:
-        if (other.request_id, other.position) == (sign.request_id, sign.position) and other.event > sign.event:
-            given = cluster.last(other, "alloc", "shared", before=sign.event)
-            own = given is not None and given.request_id == sign.request_id
-            if own and cluster.wrote(other) == (sign.event, sign.slot) and other.slot != sign.slot:
-                return other
-    return None
 
 
 @rule("a token written into a shared page", branch="write")

@@ -65,9 +65,12 @@ TARGETS: Final = (
         Target(
             "weights",
             _OLD_WEIGHTS,
-            (f"{_UPDATER}.{verb}_weights_from_{where}", f"{_RUNNER}.update_weights_from_{where}"),
+            tuple(
+                f"{owner}_weights_from_{where}"
+                for owner in (f"{_UPDATER}.load", f"{_UPDATER}.update", f"{_RUNNER}.update")
+            ),
         )
-        for verb, where in (("update", "disk"), ("update", "tensor"), ("update", "ipc"), ("load", "distributed"))
+        for where in ("disk", "tensor", "ipc", "distributed")
     ),
     Target("stop", _TORN, (f"{UTILS_MODULE}.common:kill_process_tree", f"{UTILS_MODULE}:kill_process_tree")),
 )

@@ -3,7 +3,7 @@
     with attach("trace.arrow"):
         model.generate_batch(inputs, ...)
 
-Known to work with transformers 5.19 to 5.23.
+Known to work with transformers 5.18 to 5.24.
 """
 
 from .attachment import TransformersAttachment, attach, attach_from_environment

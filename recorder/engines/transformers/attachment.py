@@ -23,8 +23,8 @@ from .recording import TransformersRecording
 
 logger = logging.getLogger("kvcanary")
 
-OLDEST = 5, 19  # before it an allocator does not say which layers are its own
-VERSIONS = "5.19 to 5.23"  # the adapter's tests pass on each
+OLDEST = 5, 18  # before it a cache has no allocators with memory of their own
+VERSIONS = "5.18 to 5.24"  # the adapter's tests pass on each
 
 
 class TransformersAttachment(EngineAttachment):
@@ -299,7 +299,7 @@ def attach(
         writer_options: `compression`, `flush_bytes`, `flush_interval_ns`, `max_queued_bytes`, `overwrite`.
 
     Raises:
-        ValueError: something is attached already, this transformers is older than 5.19 or lacks what the adapter hooks, or
+        ValueError: something is attached already, this transformers is older than 5.18 or lacks what the adapter hooks, or
             an option is out of range.
         FileExistsError: the path exists and `overwrite` is not set.
         ImportError: transformers is not installed.
@@ -316,7 +316,9 @@ def attach(
     import transformers
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        raise ValueError(f"this transformers is {transformers.__version__}; the adapter knows versions {VERSIONS}")
+        raise ValueError(
+            f"this transformers is {transformers.__version__}; recording it needs 5.18 or later (tested: {VERSIONS})"
+        )
     from transformers.generation.continuous_batching import (
         cache,
         continuous_api,

@@ -29,11 +29,12 @@ ALIGN_BYTES = 16
 class TransformersGroup:
     """One allocator of the cache: a pool group with a table of its own.
 
-    `window` is the number of cached tokens that a forward reads, 0 for all of them; `ring_size` the number of slots
-    that a sliding group's request goes round in, 0 for a full group.
+    `name` is the type of its layers; `window` the number of cached tokens that a forward reads, 0 for all of them;
+    `ring_size` the number of slots that a sliding group's request goes round in, 0 for a full group.
     """
 
-    def __init__(self, index: int, allocator: Any) -> None:
+    def __init__(self, index: int, name: str, allocator: Any) -> None:
+        self.name = name
         self.allocator = allocator
         self.index = index
         self.page_size = int(allocator.tokens_per_page)
@@ -144,7 +145,7 @@ def describe_engine(
     if unknown:
         raise ValueError(f"layers {unknown} asked for, the model has {len(cache.layer_to_allocator)} cached layers")
     for index, (name, allocator) in enumerate(cache.cache_allocators.items()):
-        layout = TransformersGroup(index, allocator)
+        layout = TransformersGroup(index, name, allocator)
         layouts.append(layout)
         wanted = tuple(n for n in allocator.layer_indices if capture_bytes and (layers is None or n in layers))
         streams: list[tuple[KvStream, KvSource | KvTensor]] = []
@@ -193,7 +194,7 @@ def describe_engine(
 def written_slots(layout: TransformersGroup, io: Any, bs: int) -> Int64Array:
     """Return the slot of each token of the step, `[T]`, of `bs` requests."""
     if io.use_block_table:  # the kernel writes each request's token behind those that it attends to
-        ends = np.diff(own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: bs + 1]))
+        ends = np.diff(own_int64(io.cumulative_seqlens_k[layout.name][: bs + 1]))
         return own_int64(_through_table(layout, io, ends, ends - 1).slots)
     return layout.rows_to_slots(own_int64(io.write_index_storage[layout.index, : io.true_write_sizes[layout.index]]))
 
@@ -210,7 +211,7 @@ def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: I
             row[: len(table)] = table
         return paged_read(found, layout.page_size, prefix)
     read = own_int64(io.read_index_storage[layout.index, : io.true_read_sizes[layout.index]])
-    ends = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][1 : prefix.size + 1])
+    ends = own_int64(io.cumulative_seqlens_k[layout.name][1 : prefix.size + 1])
     if not read.size or not io.max_kv_read:
         nothing = np.zeros_like(prefix)
         return TableRead(starts=nothing, counts=nothing, slots=read[:0])
@@ -242,7 +243,7 @@ def attention_input(
     seq_lens = end = prefix + extend
     slots: list[TableRead | None] = []
     for layout in layouts:
-        bounds = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: bs + 1])
+        bounds = own_int64(io.cumulative_seqlens_k[layout.name][: bs + 1])
         got = np.diff(bounds)
         seq_lens = np.where(seq_lens == end, end + got - _lens(layout, prefix, extend), seq_lens)
         if layout.ring_size:

@@ -202,12 +202,15 @@ class TransformersRecording:
         self.recorder.after_forward(**said)
         self._copies.after_forward()
 
-    def on_update(self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> None:
+    def on_update(
+        self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any = None, **_: Any
+    ) -> None:
         """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended.
 
         A view would do if nobody wrote into it; what damages the pool may well do that, so the bytes are copied.
+        5.18 passes its indices by their names, and does not call this for a block table.
         """
-        if kwargs.get("block_table") is not None:  # attention itself stores K and V
+        if kwargs is not None and kwargs.get("block_table") is not None:  # attention itself stores K and V
             return
         for half, states in (("K", key_states), ("V", value_states)):
             key = self._streams.get((layer_idx, half))
@@ -365,7 +368,7 @@ def redirect(
     tables = [layout.table(name) for name in names]
     found = zip(tables, whole, strict=True)
     cells = [(r, column, table[column]) for r, (table, count) in enumerate(found) for column in range(count)]
-    begins = own_int64(io.cumulative_seqlens_k[layout.allocator.layer_type][: len(batch) + 1])
+    begins = own_int64(io.cumulative_seqlens_k[layout.name][: len(batch) + 1])
 
     def point(r: int, column: int, block: int) -> Undo:
         import torch

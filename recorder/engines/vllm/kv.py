@@ -102,7 +102,7 @@ class KvCapture:
         if kv is None:
             self.notes.append(f"{group.name}: KV bytes not captured, the layer has no cache of its own")
             return set()
-        views = head_views(kv, group.spec, group.num_slots)
+        views = {} if heads_first(layer, kv) else head_views(kv, group.spec, group.num_slots)
         self.halves[group.index] = tuple(views) if views else ("K", "V")
         if not capture_bytes:
             return set()
@@ -231,6 +231,14 @@ def head_views(kv: Any, spec: Any, num_slots: int) -> dict[str, Any]:
     if len(shape) == 5 and shape[1] == 2 and shape[0] * shape[2] == num_slots:
         return {"K": kv[:, 0, :, 0], "V": kv[:, 1, :, 0]}
     return {}
+
+
+def heads_first(layer: Any, kv: Any) -> bool:
+    """Say whether a cache is `[2, blocks, heads, tokens, dim]`, as attention on the CPU has it before vLLM 0.25.
+
+    With as many heads as a block has tokens its shape reads as one of `head_views`, and every byte would be another's.
+    """
+    return len(kv.shape) == 5 and type(getattr(layer, "impl", None)).__module__.endswith(".cpu_attn")
 
 
 def packed_views(kv: Any, spec: Any) -> dict[str, Any]:

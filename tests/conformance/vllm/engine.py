@@ -35,8 +35,9 @@ def import_engine() -> None:
     from vllm.platforms import current_platform
 
     # A worker does this before it imports its runner; done after that, it stumbles over a module of llvmlite's.
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # not before 0.30
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
     import vllm.model_executor.models.gemma3
     import vllm.model_executor.models.lfm2
@@ -162,13 +163,12 @@ def generate(run: Run, folder: Path) -> None:
         model=str(MODELS / setup.model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype="float32",
         enforce_eager=True,
         max_model_len=256,
         block_size=32,
         max_num_seqs=6,
         seed=run.seed,
-        **{"max_num_batched_tokens": 48, **arguments},
+        **{"max_num_batched_tokens": 48, "dtype": "float32", **arguments},
     )
     rng = random.Random(run.seed)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.vllm import recording
 from kvcanary.recorder.engines.vllm.device import why_it_waits
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ...support.one_trace import events, verdict
 from . import fake_engine
@@ -88,6 +90,34 @@ def test_of_attention_that_has_tables_of_its_own_the_slots_are_not_watched(
     serve()
     told = [event for event in events(tmp_path)[1] if event.kind == "forward"]
     assert {event.scalar("attention_watched") for event in told} == {ATTENTION_LENS}
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_token_that_goes_elsewhere_than_its_row_says_is_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v2: bool
+) -> None:
+    runner = fake_engine.GPUModelRunnerV2 if v2 else fake_engine.GPUModelRunner
+    prepare, wrong = runner.prepare, []
+
+    def shifted(self: Any, output: Any) -> Any:
+        fed = prepare(self, output)
+        if fed is not None and len(self.batch.req_ids) == len(fed[0]) > 1 and not wrong:  # decodes alone
+            slots = self.batch.block_table[0].slot_mapping.gpu
+            slots[1] -= 1
+            wrong.append((self.ends[1][2] - 1, int(slots[1])))
+        return fed
+
+    monkeypatch.setattr(runner, "prepare", shifted)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path), v2=v2)
+    serve(v2=v2)
+    trace = next(tmp_path.glob("*.arrow"))
+    (tmp_path / "r").mkdir()
+    summary = replay(trace, settings=ReplaySettings(), report=tmp_path / "r")
+    rows = find_incidents(tmp_path / "r", [trace]).rows
+    assert summary.findings_by_kind["table_entry_differs"] == 1
+    first = summary.first_finding
+    assert (first["position"], first["slot"]) == wrong[0]
+    assert [row["kind"] for row in rows] == ["slot_mapping"]
 
 
 def test_a_byte_that_nobody_wrote_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from kvcanary.recorder.trace.reader import read_trace
 from ...support.one_trace import events, verdict
 from .fake_engine import (
     BLOCK,
+    DIM,
     HEADS,
     FullAttentionSpec,
     GPUModelRunner,
@@ -184,6 +185,20 @@ def test_bytes_in_a_layout_that_is_not_known_are_left_out(tmp_path: Path, monkey
     assert not header.groups[0].streams
     assert any("a layout that is not known" in note for note in header.notes)
     assert verdict(tmp_path).verdict.value == "clean"
+
+
+def test_bytes_that_lie_head_by_head_are_not_read_as_tokens() -> None:
+    """As in the cache of the CPU's attention before vLLM 0.25, with as many heads as a block has tokens."""
+    own = type("CPUAttentionBackendImpl", (), {"__module__": "vllm.v1.attention.backends.cpu_attn"})
+    runner = GPUModelRunner([FullAttentionSpec()], 8)
+    (layer,) = runner.layers.values()
+    layer.kv_cache = torch.zeros(2, 8, BLOCK, BLOCK, DIM)
+    settings = RecordingSettings(folder=Path())
+    assert VllmLayout(runner, settings).kv.streams  # of another backend the same shape is tokens first
+    layer.impl = own()
+    found = VllmLayout(runner, settings).kv
+    assert not found.streams
+    assert any("a layout that is not known" in note for note in found.notes)
 
 
 def test_a_runner_that_gets_a_new_cache_gets_a_new_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
