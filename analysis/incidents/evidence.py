@@ -234,6 +234,9 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", _POSITIONS)
     if seen.fed and not content and not kinds & _OF_SLOTS:
         return Likely("input", _POSITIONS if seen.positions else ())
+    foreign = cluster.finding("write_to_foreign_slot")
+    if foreign is not None and not cluster.was_given(foreign) and its_own_slot(cluster, foreign) is not None:
+        return Likely("write", ("slot_mapping", "req_to_token"))
     if misplaced(cluster, sign) > 1:
         return Likely("table", ("req_to_token", "slot_mapping"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
@@ -311,8 +314,6 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("req_to_token", "slot_mapping", "page_given_twice"))
     foreign = cluster.finding("write_to_foreign_slot")
     if foreign is not None and not cluster.was_given(foreign):
-        if its_own_slot(cluster, foreign) is not None:
-            return Likely("write", ("slot_mapping", "req_to_token"))
         if cluster.enough(foreign):
             return Likely("table", ("req_to_token", "slot_mapping"))
         return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))

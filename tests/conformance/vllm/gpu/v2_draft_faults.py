@@ -25,13 +25,14 @@ def install_v2_draft_faults(injector: "V2DraftInjector") -> None:
         return prepare(runner, batch)
 
     @functools.wraps(propose)
-    def faulty_propose(speculator: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def faulty_propose(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = args[0] if args else kwargs["input_batch"]
         real = runners and not kwargs.get("dummy_run") and not batch.req_ids[0].startswith("_")
         if real:  # else the engine's own warm-up
             shown = ShownAsV1(runners[0], batch, runners[0].block_tables.slot_mappings)
             injector.before(shown, shown.output, None)
         try:
-            return propose(speculator, batch, *args, **kwargs)
+            return propose(speculator, *args, **kwargs)
         finally:
             injector.building = None
 
