@@ -140,11 +140,14 @@ def scales_set_to_one_behind_the_first_write(fired: Fired) -> None:
     def do_kv_cache_update(before, impl, layer, key, value, kv_cache, slot_mapping):
         before(impl, layer, key, value, kv_cache, slot_mapping)
         if steps and not touched and kv_cache.data_ptr() == caches[-1].data_ptr():
-            touched.append(1)  # what is read with a scale of one is K divided by the scale that it was written with
+            touched.append(1)  # what is read with a scale of one is what was written, divided by its own scale
             blocks, heads, size, width = caches[0].shape
-            keys = caches[0].view(blocks, heads, 2, size, width // 2)[:, :, 0]
-            for block, at in ((slot // size, slot % size) for slot in slot_mapping.tolist()):
-                row = keys[block, :, at]
+            halves = caches[0].view(blocks, heads, 2, size, width // 2)
+            slots = slot_mapping.tolist()
+            for block in {slot // size for slot in slots}:  # K lies there packed, so that a head of a block has one
+                halves[block, :, 0] /= halves[block, :, 0].abs().amax(dim=(-2, -1), keepdim=True) / 127
+            for slot in slots:
+                row = halves[slot // size, :, 1, slot % size]
                 row /= row.abs().amax(dim=-1, keepdim=True) / 127
 
 
