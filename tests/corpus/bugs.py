@@ -19,6 +19,7 @@ ROUNDS = (
     "eighth_round",
     "ninth_round",
     "tenth_round",
+    "eleventh_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -47,6 +47,11 @@ def generate(setup: str, folder: Path) -> None:
             Request(name="i", prompt=random_prompt(3, 61) + random_prompt(10, 4), new_tokens=10, at_step=52),
             Request(name="j", prompt=shared + random_prompt(11, 20), new_tokens=10, at_step=66),
         ]
+    if setup == "few-twins":  # with a prompt that is asked for twice at the same time, by one that goes on for longer
+        requests[:2] = [
+            Request(name="a", prompt=random_prompt(3, 30), new_tokens=4),
+            Request(name="b", prompt=random_prompt(3, 30), new_tokens=40),
+        ]
     path = folder / "traces" / "trace.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
     batching = {"num_blocks": 96, "max_batch_tokens": 40}

@@ -47,6 +47,7 @@ SETUPS = {
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-parts": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-two": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-loads-salts": ("llama", {"kv_transfer_config": LOADS}),
     "hybrid-loads": ("hybrid", {"kv_transfer_config": LOADS}),
     "llama-loads-late": (
         "llama",
@@ -61,6 +62,7 @@ SETUPS = {
     "llama-salts": ("llama", {}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
     "recurrent": ("lfm2", {}),
+    "recurrent-short": ("lfm2", {}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
@@ -143,6 +145,8 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
         batches = [prompts, [prompts[0][:48] + tokens(30), shared[:20] + tokens(40)], again]
+    if setup == "recurrent-short":  # that have a token more than what they hit
+        batches = [prompts, [shared[:65], shared[:33]], again]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -157,7 +161,7 @@ def generate(setup: str, folder: Path) -> None:
             for _ in batch
         ]
         given = [{"prompt_token_ids": prompt} for prompt in batch]
-        if setup == "llama-salts":
+        if setup.endswith("salts"):
             given = [{**one, "cache_salt": f"tenant {i % 2 + number}"} for i, one in enumerate(given)]
         outputs += [
             list(o.outputs[0].token_ids)

@@ -57,7 +57,8 @@ class HostConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests[request.request_id] = request
 
     def _key(self, request, place):
-        return tuple(request.all_token_ids[: (place + 1) * self._size])
+        key = tuple(request.all_token_ids[: (place + 1) * self._size])
+        return (request.cache_salt, *key) if request.cache_salt else key
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         first = place = num_computed_tokens // self._size
