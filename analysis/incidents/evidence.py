@@ -228,6 +228,9 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", _POSITIONS if seen.positions else ())
     if "attention_lens" in kinds:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
+    apart = cluster.finding("table_entry_differs")
+    if apart is not None and not content and cluster.rewrite_of(apart) is None:
+        return Likely("write", ("slot_mapping", "req_to_token"))
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
         return Likely(cluster.first.branch)
     if any(skipped(cluster, s) for s in head):

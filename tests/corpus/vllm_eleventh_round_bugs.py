@@ -118,7 +118,7 @@ def drafts_look_at_what_was_rejected(fired: Fired) -> None:
         return before(proposer, positions, common, *args, **kwargs)
 
 
-@bug("vllm-project/vllm#51091", "llama", "kv_write_damaged", "kv_changed")
+@bug("vllm-project/vllm#51091", "llama", "kv_write_damaged", "kv_changed", recorded=False)
 def scales_set_to_one_behind_the_first_write(fired: Fired) -> None:
     """A layer that shares another's cache sets the scales in it to one when it sees it first. That is in the first forward, behind the
     write of the layer that owns it, and the scales of the prompts that stand there are lost."""

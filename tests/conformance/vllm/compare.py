@@ -131,7 +131,7 @@ def _is_of(row: dict, fault: dict) -> bool:
     if kind in ("draft_seq_lens", "draft_slot_mapping", "draft_table"):
         # On a GPU the table that the draft's attention gets is the one that is recorded: what lies there shows it.
         read = kind != "draft_seq_lens" and bool(row["reasons"])
-        return mine and (read or row["kind"].startswith("attention"))
+        return mine and (read or row["kind"].startswith("attention") or row["kind"] == "table_entry_differs")
     if kind in ("draft_position", "draft_step_position"):
         return mine and "POSITION" in row["reasons"]
     if kind == "draft_token":

@@ -63,12 +63,12 @@ def main() -> None:
     }
     llm = engine_of(run, model=str(model), kv_cache_memory_bytes=7 << 29, **more)
     if run["base"]:
-        from kvcanary.recorder.capture.device.recorder import DeviceRecorder
+        from kvcanary.recorder.capture.device.background import Background
         from kvcanary.recorder.engines.vllm.recording import VllmRecording
 
         for name in HOOKS:
             timed(VllmRecording, name)
-        timed(DeviceRecorder, "_record", time.thread_time)
+        timed(Background, "_record_waiting", time.thread_time)
     rng = random.Random(1)
     prompts = [{"prompt_token_ids": [rng.randrange(3, 500) for _ in range(PROMPT)]} for _ in range(REQUESTS)]
     tokens = []
@@ -100,7 +100,7 @@ def main() -> None:
         busy.append((time.thread_time() - began) / LONG * 1e6)
         steps.append((long - short) / (LONG - SHORT) * 1e3)
         cost = {name: seconds[name] / max(calls["begin_step"], 1) * 1e6 for name in seconds}
-        background = cost.pop("_record", 0.0)
+        background = cost.pop("_record_waiting", 0.0)
         told = {"steps_ms": steps, "tokens": tokens[-1], "engine_thread_us": cost, "calls": dict(calls)}
         told |= {"main_thread_cpu_us": busy, "background_cpu_us": background}
         (place / "overhead.json").write_text(json.dumps(told))
