@@ -122,8 +122,8 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
         return Held.UNKNOWN
     history = cluster.history(sign)
     if sign.kind == "read_after_free" and not cluster.complete:  # it has read it before
-        gone = cluster.last(sign, "free", "evict")
-        return Held.EVICTED if gone is not None and gone.what == "evict" else Held.FREED
+        last = cluster.last(sign, "free", "evict")
+        return Held.EVICTED if last is not None and last.what == "evict" else Held.FREED
     held = Held.NEVER if history or cluster.complete else Held.UNKNOWN
     holder, gone = -1, False  # whom it was given to last and who has it still; whether the cache has given it up
     again, own = cluster.facts.retracted_before(sign.request_id, sign.event), cluster.wrote(sign)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.recorder.engines.transformers import attach, attach_from_environment
+from kvcanary.recorder.engines.transformers import attach, attach_from_environment, recording
 from kvcanary.recorder.engines.transformers import attachment as module
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from transformers.generation.continuous_batching import continuous_api
@@ -151,6 +151,28 @@ def test_small_chunks_and_scarce_blocks(tmp_path: Path, name: str) -> None:
     with attach(tmp_path / "trace.arrow"):
         assert generate(subject, **options) == expected
     assert_clean(tmp_path / "trace.arrow")
+
+
+def test_what_is_put_into_a_graph_is_nothing_that_was_handed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's capture calls the cache once more behind the step itself, with values that nobody has computed."""
+    captured: list[bool] = []
+    monkeypatch.setattr(recording, "is_captured", lambda _: bool(captured))
+    on_update = recording.TransformersRecording.on_update
+
+    def twice(self: Any, cache: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> None:
+        on_update(self, cache, keys, values, *args, **kwargs)
+        captured.append(True)
+        on_update(self, cache, keys * 0 + 7, values * 0 + 7, *args, **kwargs)
+        captured.clear()
+
+    monkeypatch.setattr(recording.TransformersRecording, "on_update", twice)
+    with attach(tmp_path / "trace.arrow"):
+        generate(model("llama"))
+    assert_clean(tmp_path / "trace.arrow")
+    forwards = [event for event in read_trace(tmp_path / "trace.arrow") if event.kind == "forward"]
+    assert all(event.scalar("submitted_watched") == 2 for event in forwards)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -86,8 +86,7 @@ class HostCopies:
         for load in landed:
             here = hash_blocks(load.layout.allocator._copy_view, load.blocks)
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
-            landed = self._landed_at(load, missing)
-            ends = CopyEnds(load.there, here, load.before, landed)
+            ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
             self._record("load-back", load.layout, (load.host_blocks, load.blocks), ends, load.name)
             for at in missing[: MAX_LATE - len(self._late)].tolist():
                 one = slice(at, at + 1)

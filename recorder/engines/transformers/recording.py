@@ -212,6 +212,8 @@ class TransformersRecording:
         """
         if kwargs is not None and kwargs.get("block_table") is not None:  # attention itself stores K and V
             return
+        if is_captured(key_states):  # nothing runs yet: what the step has handed in came before
+            return
         for half, states in (("K", key_states), ("V", value_states)):
             key = self._streams.get((layer_idx, half))
             if key is not None and states.dtype == cache.dtype:
@@ -349,6 +351,13 @@ class TransformersRecording:
         loads = [load for name in coming for load in self._copies.loads(manager, name)]
         yield
         self._copies.loaded(loads)
+
+
+def is_captured(tensor: Any) -> bool:
+    """Say whether what is done with a tensor now is put into a CUDA graph, and not run."""
+    import torch
+
+    return bool(tensor.is_cuda) and torch.cuda.is_current_stream_capturing()
 
 
 def redirect(
