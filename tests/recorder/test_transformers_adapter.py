@@ -161,10 +161,11 @@ def test_what_is_put_into_a_graph_is_nothing_that_was_handed_in(
     monkeypatch.setattr(recording, "is_captured", lambda _: bool(captured))
     on_update = recording.TransformersRecording.on_update
 
-    def twice(self: Any, cache: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> None:
-        on_update(self, cache, keys, values, *args, **kwargs)
+    def twice(self: Any, cache: Any, **handed_in: Any) -> None:
+        on_update(self, cache, **handed_in)
         captured.append(True)
-        on_update(self, cache, keys * 0 + 7, values * 0 + 7, *args, **kwargs)
+        halves = ("key_states", "value_states")
+        on_update(self, cache, **handed_in | {name: handed_in[name] * 0 + 7 for name in halves})
         captured.clear()
 
     monkeypatch.setattr(recording.TransformersRecording, "on_update", twice)
