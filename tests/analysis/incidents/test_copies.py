@@ -82,7 +82,17 @@ CASES = {
         ["load_of_other_prefix"],
     ),
     "nothing landed": (
+        [(4, 12, (RIGHT, EMPTY, EMPTY), LOAD)],
+        [("copy_differs", "nothing_landed", 12)],
+        ["failed_load_counted_loaded"],
+    ),
+    "nothing landed, or where it came from": (
         [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (RIGHT, EMPTY, EMPTY), LOAD)],
+        [("copy_differs", "not_landed_here", 12)],
+        ["failed_load_counted_loaded"],
+    ),
+    "nothing landed, and what it came from is filled anew": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (20, 8, (0, 0), LOAD), (4, 12, (RIGHT, EMPTY, EMPTY), LOAD)],
         [("copy_differs", "nothing_landed", 12)],
         ["failed_load_counted_loaded"],
     ),
