@@ -100,6 +100,8 @@ ROUND_NOTES = (
     (
         "b42a605",
         (
+            "By the kinds that were set before, 11 of 20 were right and four wrong with 0.7 or more: "
+            "`asks_for_a_block_that_it_has` got its second one behind the count, and one is not counted here. "
             "Of the five that were found clean two are of SGLang, whose trace promises no whole history of its slots. Those that were "
             "stored or loaded wrong in transformers were recorded again behind the count, with what its adapter hashes since, and so was "
             "vLLM's adapter. `step_without_drafts_feeds_no_drafter` is what vLLM does itself, and stays unknown."
