@@ -70,9 +70,10 @@ class RecurrentCapture:
     def note_hashed(self, change: StateChange, pool: int, changed: Int64Array) -> None:
         """As `note`, of what a device has hashed: `changed` `[3, n]` slots, their sources (-1 for none) and their hashes.
 
-        Of a slot that there is not nobody knows what was changed.
+        A slot that is copied onto itself, and not hashed, tells nothing; of one that there is not nobody knows what was changed.
         """
         op = COPY if change == "copy" else CLEAR
+        changed = changed[:, (changed[0] != changed[1]) | (changed[2] != 0)]
         num_slots = self._pools[pool].num_slots
         if ((changed[0] < 0) | (changed[:2] >= num_slots)).any():
             self.give_up()

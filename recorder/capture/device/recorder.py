@@ -237,7 +237,13 @@ class DeviceRecorder:
     @harmless
     def state_changed(self, change: StateChange, *, pool: int, slots: Any, sources: Any = ()) -> None:
         """As `Recorder.state_changed`, of slots on the device or the host; the bytes are hashed on the current stream."""
-        values = self._capture.shadows.hash_states(pool, slots, sources if change == "copy" else None)
+        self.states_hashed(
+            change, pool, self._capture.shadows.hash_states(pool, slots, sources if change == "copy" else None)
+        )
+
+    @harmless
+    def states_hashed(self, change: StateChange, pool: int, values: Any) -> None:
+        """As `Recorder.states_hashed`, of what lies on the device: `[3 * n] int64`, which nobody changes any more."""
         self.with_next_forward(functools.partial(self.recorder.states_hashed, change, pool), values)
 
     give_up_states = recorded_later(Recorder.give_up_states)

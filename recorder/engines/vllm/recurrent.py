@@ -1,8 +1,9 @@
-"""vLLM's recurrent state (Mamba, linear attention, short convolutions), on the CPU and, of the V1 runner, on GPUs.
+"""vLLM's recurrent state (Mamba, gated delta nets, linear attention, short convolutions), on the CPU and on GPUs.
 
 A state lies in a block of its group: `mamba_cache_mode` "none" has one for each request, "align" one for each stretch of
 `block_size` tokens, whose last state the prefix cache keeps; before a forward that begins another block the runner copies the
-state there. The layers read and write the blocks that their metadata name, those of decodes first.
+state there: the V1 runner says from where, the V2 runner's kernels decide on the device. The layers read and write the
+blocks that their metadata name, those of decodes first.
 """
 
 import sys
@@ -19,11 +20,17 @@ from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import own_int64
 from ...capture.recurrent import StateAccess
 from ...trace.header import NotWatched, StatePool, TraceHeader
-from ..common.hooking import Finish, OnFault, wrap_function
+from ..common.hooking import Finish, OnFault, wrap_function, wrap_method
 from .kv import layer_number
 
 SPEC: Final = "MambaSpec"
 MODES: Final = ("none", "align")
+# What metadata name blocks by: of most layers, of GDN (where drafts stand elsewhere), of linear attention.
+BLOCKS: Final = (
+    ("state_indices_tensor_d", "state_indices_tensor_p"),
+    ("non_spec_state_indices_tensor",),
+    ("state_indices_tensor",),
+)
 MOST_BYTES: Final = 4096  # of each part of a block that are hashed
 _StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]  # as `step.py` has it
 UTILS: Final = "vllm.v1.worker.mamba_utils"
@@ -40,7 +47,10 @@ class VllmStates:
         self._config = runner.kv_cache_config
         self._vllm_config = runner.vllm_config
         self._device = getattr(getattr(runner, "device", None), "type", "")
-        self._v1 = hasattr(runner, "input_batch")
+        # Of the V2 runner, which has no `input_batch`: what its kernels copy by.
+        self._kernels = getattr(getattr(runner, "model_state", None), "_mamba_ctx", None)
+        self._tables = getattr(getattr(runner, "block_tables", None), "block_tables", ())
+        self._copies_seen = hasattr(runner, "input_batch") or hasattr(self._kernels, "run_fused_precopy")
         self._copied: list[tuple[int, int, int]] = []  # pool, source, block: about to be
         self._failed = False
 
@@ -54,11 +64,8 @@ class VllmStates:
         fits = fits and (self._device == "cpu" or all(slots_as_bytes(part, MOST_BYTES) is not None for part in parts))
         reasons = {
             "states on such a device are not recorded": self._device not in ("cpu", "cuda"),
-            "copies that the runner's kernels decide on are not recorded": (
-                self._device == "cuda" and not self._v1 and getattr(spec, "mamba_cache_mode", "") != "none"
-            ),
-            "the blocks of its layers stand elsewhere in their metadata": (
-                getattr(getattr(spec, "mamba_type", None), "name", "") == "GDN_ATTN"
+            "this version's kernels copy states in a way that is not known": (
+                self._device == "cuda" and getattr(spec, "mamba_cache_mode", "") != "none" and not self._copies_seen
             ),
             "states in this mode of caching are not recorded": getattr(spec, "mamba_cache_mode", "") not in MODES,
             "states that drafts roll back are not recorded": getattr(config, "speculative_config", None) is not None,
@@ -89,8 +96,7 @@ class VllmStates:
 
     def _access(self, metadata: Any, layer: str, prefix: Int64Array) -> StateAccess | None:
         mine = metadata.get(layer) if isinstance(metadata, dict) else None
-        parts = [getattr(mine, f"state_indices_tensor_{kind}", None) for kind in ("d", "p")]
-        slots = np.concatenate([own_int64([] if part is None else part.reshape(-1)) for part in parts])
+        slots = np.concatenate([own_int64([]), *(own_int64(part.reshape(-1)) for part in _blocks(mine))])
         if self._failed or slots.size != prefix.size:
             return None
         return StateAccess(reads=np.where(prefix > 0, slots, -1), writes=slots)
@@ -104,13 +110,11 @@ class VllmStates:
 
     def _there(self, given: Any, layer: str, bs: int) -> tuple[Any, ...] | None:
         mine = given.get(layer) if isinstance(given, dict) else None
-        decodes, prefills = (getattr(mine, f"state_indices_tensor_{kind}", None) for kind in ("d", "p"))
-        if self._failed or decodes is None or decodes.ndim > 2:
+        parts = [part[:, 0] if part.ndim == 2 else part for part in _blocks(mine)]
+        if self._failed or not parts or any(part.ndim != 1 for part in parts):
             return None
-        decodes = decodes[:, 0] if decodes.ndim == 2 else decodes
-        if prefills is None or not len(prefills):
-            return (decodes,) if len(decodes) >= bs else None
-        return (decodes, prefills) if prefills.ndim == 1 and len(decodes) + len(prefills) == bs else None
+        counted = sum(map(len, parts))
+        return tuple(parts) if counted == bs or (len(parts) == 1 and counted >= bs) else None
 
     def without(self, header: TraceHeader, reason: str) -> TraceHeader:
         """Return a header without these pools, which says why; nothing is recorded of them."""
@@ -123,6 +127,9 @@ class VllmStates:
         """Hook what copies states from block to block; `recorder` gets it."""
         utils = sys.modules.get(UTILS)
         if not self.pools or utils is None:
+            return
+        if self._kernels is not None:
+            self._attach_kernels(recorder, on_fault)
             return
 
         def on_collect(*args: Any, **kwargs: Any) -> None:
@@ -147,3 +154,27 @@ class VllmStates:
 
         wrap_function(utils, "collect_mamba_copy_meta", on_collect, on_fault)
         wrap_function(utils, "do_mamba_copy_block", on_copy, on_fault)
+
+    def _attach_kernels(self, recorder: Any, on_fault: OnFault) -> None:
+        """Hook what launches the V2 runner's copies; where they go is looked up beside them."""
+        from ....kernels.ops.state_hash.triton_moves import moved_blocks
+
+        tables = [self._tables[gid].gpu for gid in self._gids]
+        nothing = tables[0].new_zeros(1)
+        moved_blocks(rows=nothing[:0], to=nothing, of=nothing, bias=nothing, table=tables[0])  # compiles it
+
+        def on_copies(requests: int, to: Any, of: Any, bias: Any, rows: Any) -> None:
+            for pool, table in enumerate(tables):
+                moved = moved_blocks(rows=rows[:requests], to=to, of=of, bias=bias, table=table)
+                recorder.states_hashed("copy", pool, moved)
+
+        wrap_method(self._kernels, "run_fused_precopy", on_copies, on_fault)
+
+
+def _blocks(metadata: Any) -> list[Any]:
+    """Return what a layer's metadata name the blocks of a batch's requests by, in the batch's order: decodes, then prefills."""
+    for names in BLOCKS:
+        parts = [getattr(metadata, name, None) for name in names]
+        if found := [part for part in parts if part is not None and len(part)]:
+            return found
+    return []

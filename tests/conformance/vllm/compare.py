@@ -36,6 +36,7 @@ class Result:
 
 def compare(folder: Path, *, faulty: bool) -> Result:
     """Replay the one trace in `folder / "traces"`; what is wrong is said, not raised."""
+    from kvcanary.recorder.trace.batch import TraceGap
     from kvcanary.recorder.trace.reader import TraceReader
 
     traces = sorted((folder / "traces").glob("*.arrow"))
@@ -54,7 +55,7 @@ def compare(folder: Path, *, faulty: bool) -> Result:
     marks, kinds, counts = [], [], {"retracted": 0, "shared": 0}
     with TraceReader(traces[0]) as reader:
         for batch in reader.stream():
-            for event in batch:
+            for event in () if isinstance(batch, TraceGap) else batch:
                 kinds.append(event.kind)
                 status = str(event.scalar("status"))
                 if event.kind in ("status", "alloc") and status in counts:

@@ -68,6 +68,7 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", "num_speculative_tokens": 3}}
+BF16 = {"dtype": "bfloat16"}
 EMBEDDINGS = {"enable_prompt_embeds": True}
 # All of them run prompts in chunks of at most 48 tokens.
 SETUPS = {
@@ -90,6 +91,11 @@ SETUPS = {
     "recurrent-nocache": Setup(model="lfm2", arguments={"enable_prefix_caching": False}),
     "recurrent-preempt": Setup(model="lfm2", arguments={"num_gpu_blocks_override": 22}),
     "recurrent-async": Setup(model="lfm2", arguments={"async_scheduling": True}),
+    # Gated delta nets beside attention.
+    "delta": Setup(model="qwen3_next", arguments=BF16),
+    "delta-nocache": Setup(model="qwen3_next", arguments={**BF16, "enable_prefix_caching": False}),
+    "delta-preempt": Setup(model="qwen3_next", arguments={**BF16, "num_gpu_blocks_override": 22}),
+    "delta-async": Setup(model="qwen3_next", arguments={**BF16, "async_scheduling": True}),
     # A draft model whose layers share the target's blocks.
     "llama-eagle": Setup(model="llama", arguments={**EAGLE, "max_num_batched_tokens": 64}, sweep=3),
     "llama-eagle-preempt": Setup(
@@ -164,6 +170,8 @@ FAULTS = {
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
     "recurrent": ("state_byte", "state_block", "state_copy"),
     "recurrent-nocache": ("state_byte", "state_block"),
+    "delta": ("state_byte", "state_block", "state_copy"),
+    "delta-nocache": ("state_byte", "state_block"),
     "hybrid-async": (
         "block_table",
         "slot_mapping",

@@ -88,22 +88,26 @@ def install_attention_faults(injector, runner_class) -> None:
 
 def install_state_faults(injector, runner_class) -> None:
     """Have the blocks changed that recurrent layers read, or that their states are copied from, in a step."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
     from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
     from vllm.v1.worker import mamba_utils
 
-    execute, build = runner_class.execute_model, ShortConvAttentionMetadataBuilder.build
+    execute = runner_class.execute_model
     collect = mamba_utils.collect_mamba_copy_meta
 
     def faulty_execute(runner, output, *args, **kwargs):
         injector.stepping, injector.building = (runner, output), None
         return execute(runner, output, *args, **kwargs)
 
-    def faulty_build(builder, *args, **kwargs):
-        metadata = build(builder, *args, **kwargs)
-        runner, output = injector.stepping
-        if output.num_scheduled_tokens and injector.fault == "state_block":
-            injector.before(runner, output, metadata)
-        return metadata
+    def building(build):
+        def faulty_build(builder, *args, **kwargs):
+            metadata = build(builder, *args, **kwargs)
+            runner, output = injector.stepping
+            if output.num_scheduled_tokens and injector.fault == "state_block":
+                injector.before(runner, output, metadata)
+            return metadata
+
+        return faulty_build
 
     def faulty_collect(bufs, config, funcs, gids, source, block, bias, request, context):
         runner, _ = injector.stepping
@@ -114,7 +118,8 @@ def install_state_faults(injector, runner_class) -> None:
         collect(bufs, config, funcs, gids, source, block, bias, request, context)
 
     runner_class.execute_model = faulty_execute
-    ShortConvAttentionMetadataBuilder.build = faulty_build
+    for builder in (ShortConvAttentionMetadataBuilder, GDNAttentionMetadataBuilder):
+        builder.build = building(builder.build)
     mamba_utils.collect_mamba_copy_meta = faulty_collect
 
 
@@ -270,19 +275,22 @@ class Injector(LayerFaults, DraftFaults):
         if not prefix:
             return None
         gid = next(
-            n for n, group in enumerate(runner.kv_cache_config.kv_cache_groups) if "conv" in group.layer_names[0]
+            n
+            for n, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+            if hasattr(group.kv_cache_spec, "mamba_cache_mode")
         )
         spec = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec
         column = (prefix + extend - 1) // spec.block_size if spec.mamba_cache_mode == "align" else 0
         block = int(runner.input_batch.block_table[gid].block_table.gpu[row, column])
         layer = runner.kv_cache_config.kv_cache_groups[gid].layer_names[0]
-        state = runner.compilation_config.static_forward_context[layer].kv_cache[0]
-        state[block].reshape(-1)[:4].view(torch.uint8)[self._rng.randrange(16)] ^= 0x55
+        state = runner.compilation_config.static_forward_context[layer].kv_cache[-1]
+        state[block].view(-1).view(torch.uint8)[self._rng.randrange(16)] ^= 0x55
         return {"slot": block}
 
     def state_block(self, runner, fed, row, name, prefix, at, extend):
         """Let a request's recurrent layers go on from another's state, and write theirs there."""
-        parts = [part for part in (fed.state_indices_tensor_d, fed.state_indices_tensor_p) if part is not None]
+        names = ("state_indices_tensor_d", "state_indices_tensor_p", "non_spec_state_indices_tensor")
+        parts = [part for name in names if (part := getattr(fed, name, None)) is not None]
         places = [(part, n) for part in parts for n in range(part.shape[0])]
         others = [other for other in range(runner.input_batch.num_reqs) if other != row]
         if not prefix or not others or len(places) != runner.input_batch.num_reqs:

@@ -16,12 +16,16 @@ BLOCKS = 6
 GROUP = SimpleNamespace(layer_names=["model.layers.2.conv", "model.layers.3.conv"])
 
 
-def runner(*, device: str = "cpu", parts: Any = None, v1: bool = False, **config: Any) -> Any:
+def runner(
+    *, device: str = "cpu", parts: Any = None, v1: bool = False, kernels: Any = None, table: Any = None, **config: Any
+) -> Any:
     layer = SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 3, 2)] if parts is None else parts)
     compilation = SimpleNamespace(static_forward_context=dict.fromkeys(GROUP.layer_names, layer))
     return SimpleNamespace(
         kv_cache_config=object(),
         device=SimpleNamespace(type=device),
+        model_state=SimpleNamespace(_mamba_ctx=kernels),
+        block_tables=SimpleNamespace(block_tables=[None, SimpleNamespace(gpu=table)]),
         **({"input_batch": None} if v1 else {}),
         vllm_config=SimpleNamespace(compilation_config=compilation, **config),
     )
@@ -43,10 +47,11 @@ def spec(mode: str = "align", **more: Any) -> Any:
         (runner(), spec("none"), ""),
         (runner(), spec("all"), "mode of caching"),
         (runner(), spec(mamba_type=SimpleNamespace(name="SHORT_CONV")), ""),
-        (runner(), spec(mamba_type=SimpleNamespace(name="GDN_ATTN")), "stand elsewhere"),
+        (runner(), spec(mamba_type=SimpleNamespace(name="GDN_ATTN")), ""),
         (runner(), spec(num_prefill_checkpoint_blocks=1), "a forward saves itself"),
         (runner(device="tpu"), spec(), "on such a device"),
-        (runner(device="cuda"), spec(), "kernels decide"),
+        (runner(device="cuda"), spec(), "not known"),
+        (runner(device="cuda", kernels=SimpleNamespace(run_fused_precopy=print)), spec(), ""),
         (runner(device="cuda"), spec("none"), ""),
         (runner(device="cuda", v1=True), spec(), ""),
         (runner(device="cuda", v1=True, parts=[torch.zeros(BLOCKS, 3, 4)[..., ::2]]), spec(), "laid out"),
@@ -112,6 +117,24 @@ def test_copies_between_blocks_are_told_and_after_another_kind_nothing_is_known(
     assert states.beside(parts, step)[0][0].states == (None,)
 
 
+def test_copies_that_the_v2_runners_kernels_decide_on_are_looked_up_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, recurrent.UTILS, ModuleType(recurrent.UTILS))
+    ran: list[Any] = []
+    kernels = SimpleNamespace(run_fused_precopy=lambda *of: ran.append(of))
+    table = torch.tensor([[7, 8, 9], [1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+    states = VllmStates(runner(device="cuda", kernels=kernels, table=table))
+    states.add(1, GROUP, spec(), BLOCKS)
+    told: list[Any] = []
+    recorder = SimpleNamespace(states_hashed=lambda change, pool, values: told.append((change, pool, values.tolist())))
+    states.attach(recorder, lambda *of: pytest.fail(str(of)))
+    to, of, bias = (torch.tensor(given, dtype=torch.int32) for given in ([0, 2, 1], [-1, 1, 1], [0, 0, 5]))
+    kernels.run_fused_precopy(3, to, of, bias, torch.tensor([1, 0, 2, 9], dtype=torch.int32))
+    assert len(ran) == 1
+    assert told == [("copy", 0, [3, 0, 0, 2, 0, 0, 0, 0, 0])]
+
+
 def test_on_a_device_nothing_is_read_and_padding_behind_the_decodes_is_left_out() -> None:
     states = VllmStates(runner(device="cuda", v1=True))
     states.add(1, GROUP, spec(), BLOCKS)
@@ -126,8 +149,12 @@ def test_on_a_device_nothing_is_read_and_padding_behind_the_decodes_is_left_out(
     assert found(ints([[4], [2]]), ints([5]), 3) == [[4, 2], [5]]
     assert found(ints([[4], [2], [0]]), ints([], dtype=torch.int32), 2) == [[4, 2, 0], None]  # a graph's padding
     assert found(ints([4, 2]), None, 2) == [[4, 2], None]
-    for wrong in ((ints([4]), None, 2), (ints([4, 2]), ints([5]), 2), (None, ints([5]), 1), (ints([[[4]]]), None, 1)):
+    assert found(None, ints([5]), 1) == [[5], None]
+    for wrong in ((ints([4]), None, 2), (ints([4, 2]), ints([5]), 2), (None, ints([5]), 2), (ints([[[4]]]), None, 1)):
         assert found(*wrong) == [[], None]
+    for name in ("non_spec_state_indices_tensor", "state_indices_tensor"):  # gated delta nets, linear attention
+        (one,) = states.on_device({layer: SimpleNamespace(**{name: ints([4, 2, 0])})}, 2, nothing)
+        assert one.first.tolist() == [4, 2, 0]
     assert states.on_device(None, 1, nothing)[0].first is nothing
     header = TraceHeader(groups=(), tables=(), states=tuple(states.pools))
     gone = states.without(header, "it waits")

@@ -106,9 +106,10 @@ class GpuInjector(Injector):
         if not prefix:
             return None
         groups = runner.kv_cache_config.kv_cache_groups
-        gid = next(n for n, group in enumerate(groups) if "conv" in group.layer_names[0])
+        gid = next(n for n, group in enumerate(groups) if hasattr(group.kv_cache_spec, "mamba_cache_mode"))
         spec = groups[gid].kv_cache_spec
-        column = (prefix + extend - 1) // spec.block_size if spec.mamba_cache_mode == "align" else 0
+        last = prefix + (0 if isinstance(runner, ShownAsV1) else extend) - 1  # of a V2 runner before the copies
+        column = last // spec.block_size if spec.mamba_cache_mode == "align" else 0
         block = int(runner.input_batch.block_table[gid].block_table.gpu[row, column])
         state = runner.compilation_config.static_forward_context[groups[gid].layer_names[0]].kv_cache[0]
         state[(block, *(0,) * (state.dim() - 1))] += 1  # as it lies: it may be transposed

@@ -47,7 +47,7 @@ SHAPES: dict[str, dict] = {
     "graphs-triton": {"graph": FULL, "attention": "TRITON_ATTN"},
     "graphs-spawned": {"graph": FULL, "spawned": True},
 }
-PLAIN = {model: f"v1-plain-{model}" for model in ("llama", "hybrid", "sliding", "lfm2")}
+PLAIN = {model: f"v1-plain-{model}" for model in ("llama", "hybrid", "sliding", "lfm2", "olmo_hybrid")}
 
 
 def _runs() -> tuple[GpuRun, ...]:
@@ -69,17 +69,25 @@ def _runs() -> tuple[GpuRun, ...]:
 
 
 def _recurrent() -> tuple[GpuRun, ...]:
-    """Return the runs with short convolutions, whose states are watched of the V1 runner; the V2 runner's kernels copy them."""
+    """Return the runs with short convolutions and with gated delta nets, whose states are watched."""
     found = []
-    recurrent: dict[str, dict] = {"eager": {}, "graphs": {"graph": FULL}}
-    for shape, options in recurrent.items():
-        for runner in ("v1", "v2"):
-            found.append(
-                GpuRun(name=f"{runner}-recurrent-{shape}", base=PLAIN["lfm2"], model="lfm2", runner=runner, **options)
-            )
-        for fault in ("state_byte", "state_block", "state_copy")[: 3 if shape == "eager" else 1]:
-            name = f"v1-recurrent-{shape}-{fault}"
-            found.append(GpuRun(name=name, base="none", model="lfm2", runner="v1", fault=fault, seed=3, **options))
+    recurrent: dict[str, dict] = {
+        "eager": {},
+        "graphs": {"graph": FULL},
+        "graphs-few-blocks": {"graph": FULL, "blocks": 24},
+    }
+    for layers, model in (("recurrent", "lfm2"), ("delta", "olmo_hybrid")):
+        for shape, options in recurrent.items():
+            for runner in ("v1", "v2"):
+                name = f"{runner}-{layers}-{shape}"
+                found.append(GpuRun(name=name, base=PLAIN[model], model=model, runner=runner, **options))
+                # What a V2 runner's layers are given is made anew behind where the others are injected.
+                faults = ("state_byte", "state_block", "state_copy")[: 1 if shape != "eager" or runner == "v2" else 3]
+                for fault in faults if shape != "graphs-few-blocks" else ():
+                    one = GpuRun(
+                        name=f"{name}-{fault}", base="none", model=model, runner=runner, fault=fault, seed=3, **options
+                    )
+                    found.append(one)
     return tuple(found)
 
 
