@@ -23,23 +23,29 @@ def chunk_reads_to_the_prompts_end(fired: Fired) -> None:
         return made
 
 
-@bug("golang-design/accel#10", "nano", "attention_table_overwritten", origin="accel")
-def prefill_takes_its_pages_for_one_run(fired: Fired) -> None:
-    """The attention of a prefill is given the page table and does not look at it: it is the one for a cache that lies in one piece. Behind
-    a hit it reads on from the first block's place, whichever block comes second."""
+@bug("pegainfer-project/pegainfer#291", "nano", "attention_seq_len_wrong", origin="pegainfer")
+def pages_counted_with_the_next_one(fired: Fired) -> None:
+    """A request gets its next block as soon as a token fills the last one, and attention works out its length from the blocks and from how
+    full the last is. At each block's end it looks at a whole block behind the request's tokens."""
+    from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.utils.context import get_context
 
-    @replaces(ModelRunner, "prepare_prefill")
-    def prepare_prefill(before, runner, seqs):
-        made, tables = before(runner, seqs), get_context().block_tables
-        if tables is not None:
-            last = runner.config.num_kvcache_blocks - 1
-            for row, seq in enumerate(seqs):
-                run = [min(seq.block_table[0] + place, last) for place in range(len(seq.block_table))]
-                if run != seq.block_table:
-                    fired()
-                    tables[row, : len(run)] = tables.new_tensor(run)
+    @replaces(BlockManager, "may_append")
+    def may_append(before, manager, seq):
+        if len(seq.block_table) < seq.num_blocks:
+            before(manager, seq)
+        if len(seq) % manager.block_size == 0 and manager.free_block_ids:
+            seq.block_table.append(manager._allocate_block())
+
+    @replaces(ModelRunner, "prepare_decode")
+    def prepare_decode(before, runner, seqs):
+        made, context, size = before(runner, seqs), get_context(), runner.block_size
+        for row, seq in enumerate(seqs):
+            if len(seq.block_table) > seq.num_blocks:
+                fired()
+                context.slot_mapping[row] = seq.block_table[-2] * size + seq.last_block_num_tokens - 1
+                context.context_lens[row] = (len(seq.block_table) - 1) * size + seq.last_block_num_tokens
         return made
 
 

@@ -22,7 +22,7 @@ def block_of_another_form_is_passed_over(fired: Fired) -> None:
         before(manager, batch)
 
 
-@bug("sgl-project/sglang#34820", "offload", "stored_wrong", "copy_failed", origin="SGLang")
+@bug("sgl-project/sglang#34820", "offload", "stored_wrong", origin="SGLang")
 def kept_in_half_the_precision(fired: Fired) -> None:
     """What is kept of a request is kept in the type of the activations, which has fewer bits than what was computed. It comes back rounded, and
     the request goes on from that."""

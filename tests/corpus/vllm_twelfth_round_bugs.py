@@ -4,7 +4,7 @@ from bugs import Fired, bug, replaces
 from vllm_marks import before_forward, when_allocated
 
 
-@bug("vllm-project/vllm#26661", "llama-preempt", "req_to_token", "slot_mapping")
+@bug("vllm-project/vllm#26661", "llama-preempt", "req_to_token")
 def resumed_behind_its_old_blocks(fired: Fired) -> None:
     """A request that was preempted comes back in a step that still knows the blocks that it had, and its new ones are put behind them. The
     row begins with blocks that it has given back, and its tokens go there."""
@@ -147,9 +147,11 @@ def stored_while_it_is_loaded(fired: Fired) -> None:
     """A request's blocks are given to be stored when it gets them, and they are being loaded from the same store beside the forwards. What
     stood in them before goes over the good copy, and the load brings that."""
     import host_connector
+    import torch
 
     asked: list = []
-    spoilt: set[str] = set()
+    spoilt: set = set()
+    loaded: set[str] = set()
 
     @replaces(host_connector.HostConnector, "update_state_after_alloc")
     def update_state_after_alloc(before, connector, request, blocks, count):
@@ -160,12 +162,25 @@ def stored_while_it_is_loaded(fired: Fired) -> None:
     @replaces(host_connector.HostConnector, "build_connector_meta")
     def build_connector_meta(before, connector, output):
         meta = before(connector, output)
-        spoilt.update(job.name for job in asked)
         meta.stores += asked
         asked.clear()
         return meta
 
-    before_forward(lambda runner, output: spoilt & set(output.num_scheduled_tokens) and fired())
+    @replaces(host_connector.HostConnector, "wait_for_save")
+    def wait_for_save(before, connector):
+        held = dict(connector._store)
+        before(connector)
+        spoilt.update(
+            key for place, rows in held.items() for key in place[1:] if not torch.equal(rows, connector._store[place])
+        )
+
+    @replaces(host_connector.HostConnector, "_load")
+    def _load(before, connector, job):
+        before(connector, job)
+        if spoilt & {key for *_, key in job.blocks}:
+            loaded.add(job.name)
+
+    before_forward(lambda runner, output: loaded & set(output.num_scheduled_tokens) and fired())
 
 
 @bug("LMCache/LMCache#2966", "llama-loads", "failed_load_counted_loaded", origin="LMCache")
@@ -194,3 +209,26 @@ def counted_while_it_is_being_put(fired: Fired) -> None:
         if len(there) < len(job.blocks):
             fired()
         before(connector, host_connector.Job(job.name, there))
+
+
+@bug("lablup/mlxcel#215", "sliding", "free_too_early", "page_given_twice", origin="mlxcel")
+def trimmed_to_what_is_in_the_window(fired: Fired) -> None:
+    """A table is looked up by a token's place from the first on, and trimmed to as many blocks as the tokens in the window need. What has slid
+    out at the front is cut off at the end once more: the last block is given back, and its request goes on in it."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    trimmed: set[str] = set()
+
+    @replaces(SlidingWindowManager, "remove_skipped_blocks")
+    def remove_skipped_blocks(before, manager, name, *args, **kwargs):
+        made = before(manager, name, *args, **kwargs)
+        blocks = manager.req_to_blocks.get(name, [])
+        gone = sum(block.is_null for block in blocks)
+        tail = [block for block in blocks[len(blocks) - gone :] if not block.is_null]
+        if gone and tail and not trimmed:
+            trimmed.add(name)
+            blocks[-len(tail) :] = [manager._null_block] * len(tail)
+            manager.block_pool.free_blocks(tail)
+        return made
+
+    before_forward(lambda runner, output: trimmed & set(output.num_scheduled_tokens) and fired())
