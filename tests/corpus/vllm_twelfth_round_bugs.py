@@ -232,3 +232,27 @@ def trimmed_to_what_is_in_the_window(fired: Fired) -> None:
         return made
 
     before_forward(lambda runner, output: trimmed & set(output.num_scheduled_tokens) and fired())
+
+
+@bug("jundot/omlx#2363", "qwen-ngram-page32", "position_off", origin="oMLX")
+def drafts_stand_where_the_first_does(fired: Fired) -> None:
+    """The positions of a step are made of where each row begins, and that goes to all tokens of the row. Drafts that are checked behind a token
+    are computed at the token's position, and those that are accepted stay so in the cache."""
+    from vllm.v1.worker.block_table import BlockTable
+
+    rows: list[int] = []
+
+    def look(runner, output):
+        drafted = output.scheduled_spec_decode_tokens
+        rows[:] = [row for row, name in enumerate(runner.input_batch.req_ids) if drafted.get(name)]
+        if rows:
+            fired()
+
+    before_forward(look)
+
+    @replaces(BlockTable, "compute_slot_mapping")
+    def compute_slot_mapping(before, table, num_reqs, starts, positions):
+        before(table, num_reqs, starts, positions)
+        for row in rows:
+            first, end = int(starts[row]), int(starts[row + 1])
+            positions[first:end] = positions[first].clone()
