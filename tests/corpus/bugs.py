@@ -20,6 +20,7 @@ ROUNDS = (
     "ninth_round",
     "tenth_round",
     "eleventh_round",
+    "twelfth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "nano_vllm")]
 
 # tokens of a block, blocks
-SETUPS = {"nano": (8, 28), "nano-few": (8, 12), "nano-page16": (16, 24), "nano-chunks": (8, 28)}
+SETUPS = {"nano": (8, 28), "nano-few": (8, 12), "nano-page16": (16, 24), "nano-chunks": (8, 28), "nano-turns": (8, 28)}
 
 
 def fired_in(engines: list):
@@ -55,6 +55,8 @@ def generate(setup: str, folder: Path, engines: list) -> None:
     }
     answers = []
     for step in range(400):
+        if setup == "nano-turns" and step == 24:  # a prompt that goes on behind an answer
+            asked[step].insert(0, (first + answers[0].completion_token_ids + tokens(5), 8))
         for prompt, count in asked.pop(step, ()):
             made.add("", prompt, count)
             answers.append(made.llm.scheduler.waiting[-1])
