@@ -114,6 +114,13 @@ ROUND_NOTES = (
             "(`scales_set_to_one_behind_the_first_write`, found clean; with it 12 of 13 were right)."
         ),
     ),
+    (
+        "ccfe1d4",
+        (
+            "The two that are late are not: vLLM's step, before which the mark stands, is recorded as two forwards, and the damage is "
+            "read in the second (set behind the count)."
+        ),
+    ),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

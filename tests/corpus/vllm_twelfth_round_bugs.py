@@ -72,7 +72,7 @@ def load_is_counted_to_its_blocks_end(fired: Fired) -> None:
     before_forward(lambda runner, output: rounded & set(output.num_scheduled_tokens) and fired())
 
 
-@bug("LMCache/LMCache#4783", "llama-salts", "identity_not_in_key", origin="LMCache")
+@bug("LMCache/LMCache#4783", "llama-salts", "identity_not_in_key", origin="LMCache", reads=29)
 def identity_cut_to_a_few_bits(fired: Fired) -> None:
     """What a block's tokens do not say is put into its key as the few last bits of a digest. Two identities have the same ones, and a request
     hits what was computed for the other."""
@@ -234,7 +234,7 @@ def trimmed_to_what_is_in_the_window(fired: Fired) -> None:
     before_forward(lambda runner, output: trimmed & set(output.num_scheduled_tokens) and fired())
 
 
-@bug("jundot/omlx#2363", "qwen-ngram-page32", "position_off", origin="oMLX")
+@bug("jundot/omlx#2363", "qwen-ngram-page32", "position_off", origin="oMLX", reads=5)
 def drafts_stand_where_the_first_does(fired: Fired) -> None:
     """The positions of a step are made of where each row begins, and that goes to all tokens of the row. Drafts that are checked behind a token
     are computed at the token's position, and those that are accepted stay so in the cache."""
