@@ -262,7 +262,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("shared_page_written", "hit_before_written"))
     loaded = seen.filled is Filled.LOAD and not cluster.complete  # a load is for whoever reads it
     if seen.held is Held.NEVER and not loaded:
-        if seen.same_place and seen.rewritten and not seen.enough:
+        if seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign)):
             return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
         given = cluster.last(sign, "alloc")
         since = given.event if given is not None else -1
@@ -300,6 +300,14 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     return _CONTENT.get(seen.filled, Likely(sign.branch))
 
 
+def _begins_at(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request begins from slots, a sign's among them, that its row was filled with, and nobody has to say whose they are."""
+    begin = cluster.facts.begins.get(sign.request_id)
+    if cluster.complete or begin is None or begin.event != sign.event or begin.prefix_len <= sign.position:
+        return False
+    return any(start <= sign.position < end for start, end in begin.filled)
+
+
 def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
     """The branch of bytes that are not what the last write of the record left, and of nothing else."""
     sign = seen.sign
@@ -307,6 +315,9 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
         return _CONTENT[seen.filled]
     if open_transfer(cluster, sign) is not None:
         return Likely("transfer", ("abort_frees_during_transfer", "load_landed_elsewhere"))
+    foreign = cluster.finding("write_to_foreign_slot")
+    if foreign is not None and cluster.enough(foreign) and cluster.gave_up(foreign):
+        return Likely("table", ("req_to_token", "slot_mapping"))
     if cluster.finding("write_lost", "bad_values") is not None:
         return Likely("write", ("slot_mapping", "kv_write_lost", "kv_write_damaged"))
     since = [fact for fact in cluster.history(sign) if fact.event > sign.writer_event]
@@ -315,7 +326,6 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", _BYTES)
     if wrote[-1] == sign.request_id and seen.held is Held.OWN and not any(fact.what == "alloc" for fact in since):
         return Likely("table", ("req_to_token", "slot_mapping", "page_given_twice"))
-    foreign = cluster.finding("write_to_foreign_slot")
     if foreign is not None and not cluster.was_given(foreign):
         if cluster.enough(foreign):
             return Likely("table", ("req_to_token", "slot_mapping"))

@@ -79,12 +79,16 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A request's first forward, the tokens that it found computed, and those that it computes."""
+    """A request's first forward, the tokens that it found computed, and those that it computes.
+
+    `filled` are the runs of positions, first and end, whose entries of its row changed with it.
+    """
 
     event: int
     forward: int
     prefix_len: int
     extend_len: int
+    filled: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from .places import FINDING, Places
 _MAX_STATUSES: Final = 32
 _MAX_REWRITES: Final = 16
 _MAX_CHANGED_ROWS: Final = 1024
+_NOTHING: Final = np.empty(0, np.int64)
 # Of bytes: pool group and slot of their write, its event, its event's kind.
 Twin = tuple[tuple[int, int], int, str]
 
@@ -161,6 +162,7 @@ class _Gathering(StateListener):
         # By pool group and host slot: how often it was stored since it was read, and whether it was read since.
         self._stored: dict[tuple[int, int], tuple[int, bool]] = {}
         self._changed_rows: list[tuple[int, int, int, int]] = []  # event, row, start, count
+        self._filled = -1, _NOTHING, _NOTHING, _NOTHING  # the last event with changes, and their rows, starts and ends
         self._tables = StateTables(header, backend="cpu", listener=self)
         self._bytes = ChangedBytes(header)
 
@@ -203,6 +205,7 @@ class _Gathering(StateListener):
         """Remember entries that change inside what a row's request has computed, until its next forward."""
         del tables
         indices, rows, starts, lens, values = runs
+        self._filled = self._event, rows[indices == index], starts[indices == index], (starts + lens)[indices == index]
         inside = (indices == index) & (rows >= 0) & (rows < len(self._owner))
         inside &= starts < self._length[np.where(inside, rows, 0)] if len(self._length) else False
         ends = np.cumsum(lens)
@@ -297,19 +300,31 @@ class _Gathering(StateListener):
             self._owner[rows[inside]] = ids[inside]
             self._length[rows[inside]] = (forward.prefix_lens + np.maximum(forward.extend_lens, 0))[inside]
         begun = ids[inside].tolist(), forward.prefix_lens[inside].tolist(), forward.extend_lens[inside].tolist()
-        for request_id, prefix, extend in zip(*begun, strict=True):
+        for row, request_id, prefix, extend in zip(rows[inside].tolist(), *begun, strict=True):
             if request_id in self._requests:
                 ended = self._running.get(request_id, prefix)
                 if forward.runner == 0:
                     self._running[request_id] = prefix + max(extend, 0)
                     if asked and prefix > ended:
                         self.facts.ahead[forward.event, request_id] = ended
-                begin = Begin(event=forward.event, forward=forward.forward, prefix_len=prefix, extend_len=extend)
-                self.facts.begins.setdefault(request_id, begin)
+                if request_id not in self.facts.begins:
+                    self.facts.begins[request_id] = Begin(
+                        event=forward.event,
+                        forward=forward.forward,
+                        prefix_len=prefix,
+                        extend_len=extend,
+                        filled=self._filled_of(row, forward.event),
+                    )
                 if asked:
                     self.facts.prefixes[forward.event, request_id] = prefix
         self._writes(forward)
         self._bytes.wrote(forward)
+
+    def _filled_of(self, row: int, event: int) -> tuple[tuple[int, int], ...]:
+        """Return the runs of a row's entries that change in an event, first and end."""
+        at, rows, starts, ends = self._filled
+        mine = rows == row
+        return tuple(zip(starts[mine].tolist(), ends[mine].tolist(), strict=True)) if at == event else ()
 
     def _writes(self, forward: Forward) -> None:
         """Note which of the wanted slots a forward writes, in every group of its runner, and where its padding goes."""
