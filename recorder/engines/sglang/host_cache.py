@@ -23,7 +23,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import CopyEnds, end_hashes, own_int64
 from ...capture.recorder import Recorder
 from ...errors import error_text
-from ...trace.schema import TIER_HOST, TIER_POOL
+from ...trace.schema import RECEIVE, TIER_HOST, TIER_POOL
 from ..common.hooking import Around, Finish, Hook, around, beside
 from .history import GroupHistory
 from .layout import POOLS, host_pool
@@ -120,7 +120,8 @@ class HostCache:
                     logger.warning("kvcanary: HiCache's copies are recorded without hashes: %s", error_text(error))
         self._stores: list[tuple[Any, Int64Array]] = []  # the controller's word for one that is under way, and where to
         self._started: list[Load] = []  # loads that have begun, and are not recorded yet
-        self._late: list[tuple[int, Load]] = []  # steps left, and a load of one page that had not landed
+        self._waiting: list[Any] = []  # loads that had not begun before the last forward
+        self._late: list[tuple[int, Load]] = []  # steps left, and pages of a load that had not landed
         self._searches = SEARCHES
         self._load_backs = 0  # calls that are under way
 
@@ -154,27 +155,25 @@ class HostCache:
             self._stores.append((self._acks()[-1], host))
 
     @around
-    def on_load(self, *_args: Any, **_kwargs: Any) -> Around:
+    def on_load(self, host_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record that slots are given to what comes back; the controller returns which, None for none."""
         device_indices = yield
         if device_indices is None:
             return
         if getattr(self.controller, "enable_storage", False):  # attached since the recording began
             self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
+            return
         for history in self._histories:
             history.filled(device_indices)
+        if self._bytes is None:
+            self._record_slots(device_indices, host_indices, to_host=False)
 
     @around
     def on_start_loading(self, *_args: Any, **_kwargs: Any) -> Around:
         """Take note of the loads that were asked for, and that begin now."""
         self._flush_stores()
         ops = _operations(self.controller.load_queue)
-        if not ops or getattr(self.controller, "enable_storage", False):
-            return
-        if self._bytes is None:
-            yield
-            for pool, host in ops:
-                self._record_slots(pool, host, to_host=False)
+        if self._bytes is None or not ops or getattr(self.controller, "enable_storage", False):
             return
         pool, host = self._pages(ops)
         load = Load(pool, host, self._bytes.there(host), self._bytes.here(pool))
@@ -186,6 +185,7 @@ class HostCache:
         """Record the loads that a forward may read, before it, and what has landed late, behind it."""
         self._flush_stores()
         self._flush_loads()
+        self._make_unknown()
         yield
         self._record_late()
 
@@ -202,6 +202,21 @@ class HostCache:
             self._load_backs -= 1
 
         return leave
+
+    def _make_unknown(self) -> None:
+        """Record that nothing is known of slots whose load was asked for and has not begun: the prefix cache holds them."""
+        known, self._waiting = self._waiting, list(self.controller.load_queue)
+        for op in self._waiting:
+            if not any(op is other for other in known):
+                where: dict[str, Any] = {
+                    "direction": RECEIVE,
+                    "room": -1,
+                    "group": 0,
+                    "note": "a load that has not begun",
+                }
+                slots = own_int64(op.device_indices)
+                self._recorder.transfer("start", slots=slots, **where)
+                self._recorder.transfer("end", slots=slots, **where)
 
     def _acks(self) -> list[Any]:
         """Return what stands for the stores that the controller does not take for done yet."""
@@ -251,19 +266,22 @@ class HostCache:
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
             ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
             self._record("load-back", load.pool, load.host, ends, to_host=False)
-            for at in missing[: MAX_LATE - len(self._late)].tolist():
-                self._late.append((LATE_STEPS, Load(*(part[at : at + 1] for part in load))))
+            room = MAX_LATE - sum(one.pool.size for _, one in self._late)
+            if missing.size and room > 0:
+                self._late.append((LATE_STEPS, Load(*(part[missing[:room]] for part in load))))
 
     def _record_late(self) -> None:
         """Record what has landed behind the forward that was to read it."""
         late, self._late = self._late, []
         for left, load in late:
-            if self._here(load.pool) == load.there:
-                zeros = np.zeros_like(load.there)
-                ends = CopyEnds(load.there, load.there, zeros, zeros - 1)
-                self._record("landed late", load.pool, zeros, ends, to_host=False, whole=False)
-            elif left > 1:
-                self._late.append((left - 1, load))
+            landed = self._here(load.pool) == load.there
+            if landed.any():
+                there = load.there[landed]
+                zeros = np.zeros_like(there)
+                ends = CopyEnds(there, there, zeros, zeros - 1)
+                self._record("landed late", load.pool[landed], zeros, ends, to_host=False, whole=False)
+            if left > 1 and not landed.all():
+                self._late.append((left - 1, Load(*(part[~landed] for part in load))))
 
     def _here(self, pages: Int64Array) -> Int64Array:
         return np.zeros(pages.size, np.int64) if self._bytes is None else self._bytes.here(pages)

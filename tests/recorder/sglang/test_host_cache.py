@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.analysis.incidents.finding import find_incidents
-from kvcanary.recorder.engines.sglang import host_cache
+from kvcanary.recorder.engines.sglang import history, host_cache
 from kvcanary.recorder.engines.sglang.host_cache import copy_runs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
@@ -119,12 +119,14 @@ def served(
     folder: Path,
     change: Callable[[HiCacheController], None] = lambda controller: None,
     kind: type[HiCacheController] = HiCacheController,
+    wait: Callable[[Scheduler, torch.Tensor], None] = lambda scheduler, loaded: None,
+    sweep_every: int = 0,
 ) -> Path:
     """Serve a prompt, put it away, let others take its slots, load it back and serve it again; return the trace.
 
     `change` is called when the prompt is about to be put away, and again before it comes back.
     """
-    attachment = hooked(patch, RecordingSettings(folder=folder))
+    attachment = hooked(patch, RecordingSettings(folder=folder, sweep_every=sweep_every))
 
     def open_tree_cache(self: Scheduler) -> SimpleNamespace:
         controller = kind(self.runner, self.token_to_kv_pool_allocator)
@@ -160,6 +162,7 @@ def served(
     change(controller)
     scheduler.tree_cache.init_load_back(None)
     loaded = controller.load(host, node_id=3)
+    wait(scheduler, loaded)
     controller.start_loading()
     again = Request("again", [*PROMPT, 11], new_tokens=3)
     again.cached = len(PROMPT)
@@ -172,6 +175,27 @@ def served(
     assert attachment.recording is not None
     attachment.recording.recorder.close()
     return attachment.recording.recorder.path
+
+
+def test_forwards_between_a_load_and_its_beginning_are_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose KV is loaded may have to wait: the prefix cache holds its slots already, and a walk sees them."""
+    in_cache = torch.zeros(0, dtype=torch.int64)
+
+    def walk(radix_cache: object, *, unlocked_only: bool) -> SimpleNamespace:
+        prev = torch.cat((torch.full((min(len(in_cache), 1),), -1), in_cache[:-1]))
+        return SimpleNamespace(slot_indices=in_cache, positions=torch.arange(len(in_cache)), prev_slot_indices=prev)
+
+    monkeypatch.setattr(history.RadixCacheWalk, "walker", lambda self: walk)
+
+    def wait(scheduler: Scheduler, loaded: torch.Tensor) -> None:
+        nonlocal in_cache
+        in_cache = loaded
+        for number in range(3):
+            scheduler.step([Request(f"between{number}", [40 + number, 41, 42], new_tokens=1)])
+
+    trace = served(monkeypatch, tmp_path, wait=wait, sweep_every=1)
+    summary = judged(trace)
+    assert (summary.verdict.value, summary.violations, summary.findings) == ("clean", 0, 0)
 
 
 def slots_on_host(trace: Path) -> int:
@@ -343,6 +367,33 @@ def test_copies_that_cannot_be_told_make_every_load_back_unknown(
     assert losses(trace)[0].startswith("SGLang adapter, on_host_cache is no longer recorded: RuntimeError")
     assert losses(trace)[-1] == "KV was loaded back from the host cache, which is not recorded"
     assert judged(trace).verdict.value == "inconclusive"
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+def test_a_page_is_the_same_in_every_layout(layout: str, page_size: int) -> None:
+    layers, pages, heads, dim = 3, 5, 2, 4
+    slots = pages * page_size
+    each = torch.arange(layers * slots * heads * dim).view(layers, slots, heads, dim)
+    shapes = {
+        "layer_first": (layers, slots, heads, dim),
+        "page_first": (slots, layers, heads, dim),
+        "page_first_direct": (pages, layers, page_size, heads, dim),
+        "page_head": (pages, heads, page_size, layers, dim),
+    }
+    buffer = torch.full(shapes[layout], -1)
+    for layer in range(layers):
+        for slot in range(slots):
+            page, offset = divmod(slot, page_size)
+            if layout == "layer_first":
+                buffer[layer, slot] = each[layer, slot]
+            elif layout == "page_first":
+                buffer[slot, layer] = each[layer, slot]
+            elif layout == "page_first_direct":
+                buffer[page, layer, offset] = each[layer, slot]
+            else:
+                buffer[page, :, offset, layer] = each[layer, slot]
+    assert torch.equal(host_cache.by_layer(buffer, layout, page_size).reshape(each.shape), each)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=40))
