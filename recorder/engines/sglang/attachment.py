@@ -206,7 +206,7 @@ class SglangAttachment(EngineAttachment):
             hooks = {name: copies(hook, load_back if name == "load" else None) for name, hook in cache.hooks().items()}
             if all(wrap_method(cache.controller, name, hook, self.fault) for name, hook in hooks.items()):
                 if cache.reads_bytes:
-                    wrap_method(recording.target, "forward", copies(cache.on_forward, None), self.fault)
+                    wrap_method(recording.target, "forward", copies(cache.on_forward, None), self.fault, self.cost)
                 return
         for name in ("init_load_back", "load_back"):
             wrap_method(scheduler.tree_cache, name, load_back, self.fault)

@@ -265,9 +265,10 @@ def host_pool(controller: Any) -> Any:
     pool, device = getattr(controller, "mem_pool_host", None), getattr(controller, "mem_pool_device", None)
     entries = getattr(pool, "entries", None)
     if entries is not None:  # a group of pools on the host
-        if len(entries) != 1 or entries[0].device_pool is not device or entries[0].packed_draft_device_pools:
+        if len(entries) != 1 or entries[0].device_pool is not device:
             return None
         pool = entries[0].host_pool
+    drafts = getattr(controller, "has_draft", False) or getattr((entries or [None])[0], "packed_draft_device_pools", ())
     numbered_otherwise = (
         getattr(device, "host_transfer_translate", None) is not None
         or getattr(pool, "shared_allocation_domain", None) is not None
@@ -276,7 +277,7 @@ def host_pool(controller: Any) -> Any:
     )
     # A pool that is a buffer before a storage is filled past the controller.
     buffer_only = getattr(controller, "host_memory_mode", "cache") != "cache"
-    return None if numbered_otherwise or buffer_only else pool
+    return None if drafts or numbered_otherwise or buffer_only else pool
 
 
 def controller_of(scheduler: Any) -> Any:

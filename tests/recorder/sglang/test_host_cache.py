@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.engines.sglang import history, host_cache
 from kvcanary.recorder.engines.sglang.host_cache import copy_runs
 from kvcanary.recorder.process.settings import RecordingSettings
@@ -319,6 +320,22 @@ def test_pools_that_lie_otherwise_are_recorded_without_hashes(tmp_path: Path, mo
     assert judged(trace).verdict.value == "clean"
 
 
+@CONTROLLERS
+@pytest.mark.usefixtures("on_a_gpu")
+def test_on_a_gpu_copies_are_recorded_without_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[HiCacheController]
+) -> None:
+    monkeypatch.setattr(model_forward, "PROGRAMS", 4)
+    monkeypatch.setattr(model_forward, "TILE", 32)
+    trace = served(monkeypatch, tmp_path, kind=kind)
+    copies = [e for e in read_trace(trace) if e.kind == "kv_copy"]
+    assert [e.scalar("note") for e in copies] == ["offload", "offload", "load-back"]
+    assert [int(e.ints("copy_count").sum()) for e in copies] == [len(PROMPT)] * 3
+    assert not any(len(e.ints("copy_src_hash")) for e in copies)
+    summary = judged(trace)
+    assert (summary.verdict.value, summary.violations, summary.findings) == ("clean", 0, 0)
+
+
 def test_a_storage_behind_the_host_makes_a_load_back_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attach(controller: HiCacheController) -> None:
         controller.enable_storage = True
@@ -338,6 +355,9 @@ def test_what_is_not_known_makes_every_load_back_unknown_once(tmp_path: Path, mo
             super().__init__(*args)
             self.mem_pool_host.entries[0].packed_draft_device_pools = (object(),)
 
+    class OlderDraft(HiCacheController):
+        has_draft = True
+
     class TwoPools(HybridCacheController):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -346,9 +366,9 @@ def test_what_is_not_known_makes_every_load_back_unknown_once(tmp_path: Path, mo
     class Buffer(HybridCacheController):
         host_memory_mode = "buffer_only"
 
-    for kind in (Draft, TwoPools, Buffer):
+    for kind in (Draft, OlderDraft, TwoPools, Buffer):
         kind.__name__ = "HybridCacheController"
-    for number, kind in enumerate((AnotherCacheController, Draft, TwoPools, Buffer)):
+    for number, kind in enumerate((AnotherCacheController, Draft, OlderDraft, TwoPools, Buffer)):
         with monkeypatch.context() as patch:
             trace = served(patch, tmp_path / str(number), kind=kind)
         assert slots_on_host(trace) == 0
