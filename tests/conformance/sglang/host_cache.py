@@ -124,6 +124,8 @@ def faulty(fault: str) -> None:
     load, forward, put_off = HybridCacheController.load, ModelRunner.forward, []
     store, load_layer = MHATokenToKVPoolHost.backup_from_device_all_layer, MHATokenToKVPoolHost.load_to_device_per_layer
 
+    alloc = MHATokenToKVPoolHost.alloc
+
     def load_what_was_overwritten(self: Any, host_indices: Any, **kwargs: Any) -> Any:
         host = self.mem_pool_host.anchor_entry.host_pool
         host.get_data_page(int(host_indices[0]) // self.page_size * self.page_size, flat=False).mul_(1.5)
@@ -134,6 +136,13 @@ def faulty(fault: str) -> None:
         if len(moved) > size:
             moved[:size] = moved[size : 2 * size]
         store(self, pool, moved, device_indices, backend)
+
+    def give_one_place_for_two(self: Any, need_size: int) -> Any:
+        given = alloc(self, need_size)
+        if given is not None and need_size > self.page_size:
+            given = given.clone()
+            given[: self.page_size] = given[self.page_size : 2 * self.page_size]
+        return given
 
     def load_from_elsewhere(
         self: Any, pool: Any, host: Any, device: Any, layer: int, backend: str, **kwargs: Any
@@ -164,6 +173,8 @@ def faulty(fault: str) -> None:
         HybridCacheController.load = load_what_was_overwritten
     elif fault == "two pages to one":
         MHATokenToKVPoolHost.backup_from_device_all_layer = store_one_over_another
+    elif fault == "one place for two":
+        MHATokenToKVPoolHost.alloc = give_one_place_for_two
     elif fault in ("other pages", "other slots"):
         wrong = load_from_elsewhere if fault == "other pages" else load_to_elsewhere
         MHATokenToKVPoolHost.load_to_device_per_layer = wrong
@@ -192,6 +203,7 @@ CASES = {
     "overlap": Case(layout="page_first_direct", page=4, overlap=True),
     "overwritten": Case(fault="overwritten", cause="changed_in_store", incidents=("stored_wrong",)),
     "two pages to one": Case(fault="two pages to one", cause="stored_wrong", incidents=("stored_wrong",)),
+    "one place for two": Case(fault="one place for two", cause="two_to_one", incidents=("host_copy_overwritten",)),
     "other pages": Case(fault="other pages", cause="landed_elsewhere", incidents=("load_landed_elsewhere",)),
     "other slots": Case(fault="other slots", cause="landed_elsewhere", incidents=("load_landed_elsewhere",)),
     "late": Case(fault="late", cause="nothing_landed", incidents=("read_before_landed",)),

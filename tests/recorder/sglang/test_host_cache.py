@@ -265,6 +265,8 @@ class Fault:
             controller.after_store = lambda host: controller.pool.k_buffer[0].index_fill_(0, host[:1], 7.0)
         if name == "two pages to one" and away:
             controller.stored_to = lambda host: torch.cat((host[1:2], host[1:]))
+        if name == "one place for two" and away:
+            controller.free_slots[-1] = controller.free_slots[-2]
         if name == "overwritten" and not away:
             controller.pool.k_buffer[0, HOST_SLOTS - len(PROMPT) - 2, 0, 0] += 1
         if name == "another page" and not away:
@@ -282,6 +284,7 @@ class Fault:
     [
         ("stored damaged", "stored_wrong", "stored_wrong"),
         ("two pages to one", "stored_wrong", "stored_wrong"),
+        ("one place for two", "two_to_one", "host_copy_overwritten"),
         ("overwritten", "changed_in_store", "stored_wrong"),
         ("another page", "loaded_another", "load_of_other_prefix"),
         ("another slot", "landed_elsewhere", "load_landed_elsewhere"),
