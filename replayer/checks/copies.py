@@ -69,6 +69,8 @@ class CopyDiffers(HistoryCheck):
         if not isinstance(known, CopyEvent) or not runs:
             return
         group, src_tier, src, dst_tier, dst, *ends = runs
+        # What only tells of slots, and copies nothing, comes from no page of the storage.
+        src = np.where((src == 0) & (view.ints("copy_count") == 0), -1, src)
         for index in np.unique(group).tolist():
             mine = group == index
             stores = mine & (src_tier == TIER_POOL) & (dst_tier == TIER_HOST)
@@ -154,7 +156,7 @@ class CopyDiffers(HistoryCheck):
 
         meant = {int(lay): int(to) for lay, to in zip(there[mine], dst[mine], strict=True) if lay}
         for i in np.flatnonzero(mine).tolist():
-            stored = self._stored.get((group, int(src[i]))) if src[i] else None
+            stored = self._stored.get((group, int(src[i])))
             slot, came, lay = int(dst[i]), int(here[i]), int(there[i])
             if came and not lay and stored is not None:  # a storage that cannot be read
                 lay = stored.given

@@ -30,12 +30,12 @@ from ..common.stopping import stop_tree
 from .forward import mode_of, prefix_and_extend
 from .history import knows_allocator
 from .hooks import not_applied, register_drafts
+from .host_cache import HostCache
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
 from .oracle import SglangOracle
 from .recording import SglangRecording
-from .transfers import HostCache
 
 logger = logging.getLogger("kvcanary")
 
@@ -203,8 +203,10 @@ class SglangAttachment(EngineAttachment):
             return on_host_cache
 
         if any(group.host_num_slots for group in recording.recorder.header.groups):
-            hooks = {"write": copies(cache.on_write, None), "load": copies(cache.on_load, load_back)}
+            hooks = {name: copies(hook, load_back if name == "load" else None) for name, hook in cache.hooks().items()}
             if all(wrap_method(cache.controller, name, hook, self.fault) for name, hook in hooks.items()):
+                if cache.reads_bytes:
+                    wrap_method(recording.target, "forward", copies(cache.on_forward, None), self.fault, self.cost)
                 return
         for name in ("init_load_back", "load_back"):
             wrap_method(scheduler.tree_cache, name, load_back, self.fault)

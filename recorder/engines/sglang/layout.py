@@ -35,7 +35,8 @@ from ..common.oracle import with_oracle
 from .recurrent import prefills_not_seen, state_pool
 
 ALIGN_BYTES: Final = 16
-HOST_CACHE: Final = "HiCacheController"
+# What moves KV between the device and the host, by its very class.
+HOST_CACHES: Final = frozenset({"HiCacheController", "HybridCacheController"})
 
 # What is recorded of a pool, by its very class: where each half's layers are. A class derived from one of these may lay
 # out its memory otherwise, and is not recorded.
@@ -251,10 +252,32 @@ def describe_engine(
 def host_slots(scheduler: Any, groups: list[PoolGroup]) -> int:
     """Return how many slots the host's pool has, 0 if there is none or its copies cannot be recorded slot by slot."""
     controller = controller_of(scheduler)
-    plain = type(controller).__name__ == HOST_CACHE and len(groups) == 1 and groups[0].kind == "full"
-    if not plain or getattr(controller, "enable_storage", False):
+    if len(groups) != 1 or groups[0].kind != "full" or getattr(controller, "enable_storage", False):
         return 0
-    return int(getattr(getattr(controller, "mem_pool_host", None), "size", 0) or 0)
+    return int(getattr(host_pool(controller), "size", 0) or 0)
+
+
+def host_pool(controller: Any) -> Any:
+    """Return a controller's pool on the host; None if it is not known to hold one pool of the device's, slot for slot."""
+    queues = (getattr(controller, name, None) for name in ("write_queue", "load_queue"))
+    if type(controller).__name__ not in HOST_CACHES or not all(isinstance(queue, list) for queue in queues):
+        return None
+    pool, device = getattr(controller, "mem_pool_host", None), getattr(controller, "mem_pool_device", None)
+    entries = getattr(pool, "entries", None)
+    if entries is not None:  # a group of pools on the host
+        if len(entries) != 1 or entries[0].device_pool is not device:
+            return None
+        pool = entries[0].host_pool
+    drafts = getattr(controller, "has_draft", False) or getattr((entries or [None])[0], "packed_draft_device_pools", ())
+    numbered_otherwise = (
+        getattr(device, "host_transfer_translate", None) is not None
+        or getattr(pool, "shared_allocation_domain", None) is not None
+        or getattr(pool, "dcp_size", 1) != 1
+        or getattr(controller, "is_kv_sharded", False)
+    )
+    # A pool that is a buffer before a storage is filled past the controller.
+    buffer_only = getattr(controller, "host_memory_mode", "cache") != "cache"
+    return None if drafts or numbered_otherwise or buffer_only else pool
 
 
 def controller_of(scheduler: Any) -> Any:

@@ -1,6 +1,4 @@
-"""KV that goes elsewhere and comes back: from a prefill engine to a decode engine, and to the host.
-
-Between engines it is recorded on both sides under the request's bootstrap room.
+"""KV that goes from a prefill engine to a decode engine, recorded on both sides under the request's bootstrap room.
 
 SGLang sends a prompt in chunks while it is computed. It is recorded as one transfer, which begins when the last chunk goes
 out and ends when the sender says so. On the other side it begins when the sender knows where to write, and ends
@@ -8,12 +6,6 @@ when the scheduler takes the request over. Of a sliding-window pool only the win
 
 A health check's or warm-up's prompt is sent to nobody, and the decode engine takes over what its slots held before: that
 is a receive without a room, which leaves the slots unjudged.
-
-HiCache's KV, which goes to a pool on the host and comes back, is recorded as copies between the two tiers, where they were
-asked for: the write runs behind all that was launched before it, the load before the forward that reads what it brings.
-Only the plain case is recorded slot by slot: one pool, no draft model, no storage behind the host's pool, which fills the
-host's slots past the controller (`layout.host_slots`). In any other the trace says at each load-back that everything
-before it is unknown.
 """
 
 from collections.abc import Callable
@@ -22,12 +14,11 @@ from typing import Any, Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.device.host_copy import HostCopy
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.host_arrays import own_int64, read_runs
+from ...capture.host_arrays import read_runs
 from ...capture.recorder import Recorder
 from ...trace.event import INT64_MAX
-from ...trace.schema import RECEIVE, SEND, TIER_HOST, TIER_POOL, TransferDirection, TransferStatus
+from ...trace.schema import RECEIVE, SEND, TransferDirection, TransferStatus
 from ..common.hooking import Around, OnFault, around, wrap_method
 from .history import GroupHistory
 from .layout import SglangLayout, own_slots
@@ -201,57 +192,3 @@ def room_of(req: Any) -> int:
 def to_nobody(connection: Any) -> bool:
     """Say whether a sender or receiver is the one that SGLang takes where nothing is sent: for health checks."""
     return type(connection).__name__.startswith("FakeKV")
-
-
-class HostCache:
-    """Records what one controller copies, of the only group that there is."""
-
-    def __init__(self, controller: Any, recorder: Recorder | DeviceRecorder, histories: list[GroupHistory]) -> None:
-        self.controller = controller
-        self._recorder = recorder
-        self._histories = histories
-
-    @around
-    def on_write(self, device_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
-        """Record slots that go to the host; the controller returns which of the host's they went to, None for none."""
-        host_indices = yield
-        if host_indices is not None:
-            self._record(device_indices, host_indices, to_host=True)
-
-    @around
-    def on_load(self, host_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
-        """Record slots that come back; the controller returns which of the device's they come to, None for none."""
-        device_indices = yield
-        if device_indices is None:
-            return
-        if getattr(self.controller, "enable_storage", False):  # attached since the recording began
-            self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
-            return
-        for history in self._histories:
-            history.filled(device_indices)
-        self._record(device_indices, host_indices, to_host=False)
-
-    def on_load_back(self, *_args: Any, **_kwargs: Any) -> None:
-        """Record that slots may have got content from a host cache; which ones is unknown."""
-        self._recorder.lost("KV was loaded back from the host cache, which is not recorded")
-
-    def _record(self, pool: Any, host: Any, *, to_host: bool) -> None:
-        src_tier, dst_tier = (TIER_POOL, TIER_HOST) if to_host else (TIER_HOST, TIER_POOL)
-        note = "offload" if to_host else "load-back"
-        copy: dict[str, Any] = {"group": 0, "src_tier": src_tier, "dst_tier": dst_tier, "note": note}
-        sides = (pool, host) if to_host else (host, pool)
-        if isinstance(self._recorder, DeviceRecorder):
-            read, written = (HostCopy(side) for side in sides)
-            self._recorder.kv_copy_later(
-                lambda: copy_runs(read.read(), written.read()), filled=None if to_host else pool, **copy
-            )
-        else:
-            src, dst, count = copy_runs(*map(own_int64, sides))
-            self._recorder.kv_copy(src=src, dst=dst, count=count, **copy)
-
-
-def copy_runs(src: Int64Array, dst: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return pairs of slots `[n]`, `[n]` as runs in which both rise by one: first of each, first of each, lengths."""
-    ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate([np.zeros(min(src.size, 1), np.int64), ends])
-    return src[starts], dst[starts], np.diff(np.append(starts, src.size))

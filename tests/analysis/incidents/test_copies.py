@@ -61,6 +61,11 @@ CASES = {
         [("copy_differs", "changed_in_store", 12)],
         ["stored_wrong"],
     ),
+    "changed in the first page of the storage": (
+        [(8, 0, (RIGHT, RIGHT), STORE), (0, 12, (OTHER, OTHER), LOAD)],
+        [("copy_differs", "changed_in_store", 12)],
+        ["stored_wrong"],
+    ),
     "another stored in its place": (
         [(8, 4, (RIGHT, RIGHT), STORE), (20, 8, (OTHER, OTHER), STORE), (4, 12, (OTHER, OTHER), LOAD)],
         [("copy_differs", "stored_over", 12)],

@@ -55,6 +55,11 @@ def test_a_target_stands_in_the_source(target: Target) -> None:
         ("srt/disaggregation/decode.py", "def _commit_transfer_to_req("),
         ("srt/disaggregation/prefill.py", "def send_kv_chunk("),
         ("srt/managers/scheduler.py", "self.disagg_decode_transfer_queue"),
+        ("srt/managers/cache_controller.py", "def start_writing(self) -> None:"),
+        ("srt/managers/cache_controller.py", "def start_loading(self) -> int:"),
+        ("srt/managers/cache_controller.py", "self.write_queue: List[CacheOperation] = []"),
+        ("srt/managers/cache_controller.py", "self.load_queue: List[CacheOperation] = []"),
+        ("srt/managers/cache_controller.py", "self.ack_write_queue: List[HiCacheAck] = []"),
     ],
 )
 def test_a_name_stands_in_the_source(file: str, text: str) -> None:
