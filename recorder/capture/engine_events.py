@@ -261,10 +261,12 @@ class EventRecording(Recording):
         peer: str = "",
         num_bytes: int = 0,
         note: str = "",
+        read: bool = True,
     ) -> None:
         """Say that slots are being sent to another engine or received from one; the two sides meet by `room`.
 
-        A sender's bytes are compared with those that were written; a receiver's are recorded when they have arrived.
+        A sender's bytes are compared with those that were written; a receiver's are recorded when they have arrived. Not so if
+        `read` is false: then nothing is known of what has arrived.
 
         Args:
             status: "start", "end" or "failed".
@@ -297,16 +299,19 @@ class EventRecording(Recording):
             num_bytes=int(num_bytes),
             note=note,
         )
-        if direction == SEND:
+        if direction == SEND and read:
             self._put_watched(event, kv.group.runner, [(group, own)])
             return
-        received = [kv.gather(stream, own) for stream in range(len(kv.sources))] if status == "end" else []
+        lands = direction != SEND and status == "end"
+        received = [kv.gather(stream, own) for stream in range(len(kv.sources))] if lands and read else []
         if received:
             event.bytes["kv_bytes"] = np.concatenate([rows.reshape(-1) for rows in received])
         if not self._put(event):
             kv.lose(own)
-        elif status == "end":
+        elif lands and read:
             kv.store_written(own, received)
+        elif lands:
+            kv.forget_slots(own)
 
     @guarded
     def mark(self, note: str, labels: Mapping[str, Any] | None = None) -> None:

@@ -144,6 +144,12 @@ class GroupKvShadow:
         target.known[inside] = target.sampled[inside] = 0
         self.any_lost |= tier == TIER_POOL and bool(inside.size)
 
+    def forget_slots(self, slots: Int64Array) -> None:
+        """Take the bytes of the pool's slots `[n]` for unknown."""
+        pool = self._tiers[TIER_POOL]
+        inside = slots[(slots >= 0) & (slots < pool.known.size)]
+        pool.known[inside] = pool.sampled[inside] = 0
+
     def forget(self) -> None:
         """Take the bytes of all slots for unknown."""
         for tier in self._tiers:

@@ -197,7 +197,7 @@ class EventApplier(ABC, Generic[Step]):
             self._sent(event, changes)
         elif event.status == "end":
             self._listener.slots_changed(event.group, event.slots)
-            for data, landed in zip(pool.pool.kv, event.landed, strict=True):
+            for data, landed in zip(pool.pool.kv, event.landed, strict=not event.unread):
                 data[event.slots] = landed
             pool.pool.writers[event.slots] = (event.event + 1, event.forward, event.request_id)
             self._received(event)

@@ -84,7 +84,7 @@ class CopyEvent(KnownEvent):
 class TransferEvent(KnownEvent):
     """A transfer's start or end; `direction` is "send" or "receive". `slots` `[n] int64` of pool group `group` in order
     of position, from `start_position` on; `group` is -1 where the event names no slot. `landed` holds what a receiver
-    saw arrive, `[n, capture_bytes] uint8` a stream.
+    saw arrive, `[n, capture_bytes] uint8` a stream, nothing if it was `unread`.
     """
 
     forward: int
@@ -95,6 +95,7 @@ class TransferEvent(KnownEvent):
     group: int
     slots: Int64Array
     landed: tuple[ByteArray, ...]
+    unread: bool  # nobody has read what landed
     pulled: bool  # of what is sent, the other side takes what it lacks
 
 
@@ -164,6 +165,7 @@ def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEve
     group = int(numbers[0]) if len(numbers) else -1
     slots = runs_to_slots(starts, counts)
     lands = named["status"] == "end" and direction != schema.SEND and group >= 0
+    was_read = lands and (len(view.bytes("kv_bytes")) > 0 or not len(slots) or not groups[group].streams)
     first = view.ints("prefix_lens")
     return TransferEvent(
         **named,
@@ -176,7 +178,8 @@ def _transfer_event(view: EventView, groups: Sequence[PoolGroup]) -> TransferEve
         group=group,
         slots=slots,
         pulled=str(view.scalar("note")) == schema.PULLED,
-        landed=stream_bytes(view, "kv_bytes", groups[group].streams, len(slots)) if lands else (),
+        landed=stream_bytes(view, "kv_bytes", groups[group].streams, len(slots)) if was_read else (),
+        unread=lands and not was_read,
         parts=_expanded(numbers, starts, counts),
     )
 

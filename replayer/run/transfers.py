@@ -138,7 +138,7 @@ class Transfers:
         parcel = None
         if self._exchange is not None and transfer.room >= 0:
             parcel = self._exchange.receive(key, len(slots))
-        if parcel is None or not _fits(parcel, pool):
+        if parcel is None or transfer.unread or not _fits(parcel, pool):
             self._summary.transfers_unmatched += transfer.room >= 0  # without a room nobody has sent it
             pool.forget(slots)
             return []

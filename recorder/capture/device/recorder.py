@@ -295,6 +295,18 @@ class DeviceRecorder:
             if direction == RECEIVE and status == "end":
                 self._capture.shadows.learn(group, *self.recorder.known_bytes(group, own))
 
+    @harmless
+    def transfer_unread(
+        self, /, status: TransferStatus, *, direction: TransferDirection, group: int, slots: Any, **kwargs: Any
+    ) -> None:
+        """As `Recorder.transfer` of slots on the host whose bytes nobody reads; waits for nothing."""
+        own = own_int64(slots)
+        transfer = functools.partial(self.recorder.transfer, status, direction=direction, group=group, slots=own)
+        self.later(functools.partial(transfer, read=False, **kwargs))
+        if direction == RECEIVE and status == "end":
+            inside = (own >= 0) & (own < self.header.groups[group].num_slots)
+            self._capture.shadows.forget_slots(group, own[inside])
+
     def _caught_up(self) -> bool:
         """Wait until everything queued so far is recorded, and return whether the trace can continue from it.
 

@@ -141,25 +141,24 @@ class DeviceShadows:
 
         `src`, `dst` `[n]` in the group's own numbering; runs on the current stream.
         """
-        import torch
-
         shadow, streams = self._find(group)
         inside = (dst >= 0) & (dst < shadow.num_slots)
         if src is not None:
             inside &= (src >= 0) & (src < shadow.num_slots)
-        there = torch.from_numpy(dst[inside]).to(shadow.known.device)
+        there = _sent(dst[inside], shadow.known.device)
         if src is None:
             shadow.known[there] = 0
             return
-        here = torch.from_numpy(src[inside]).to(shadow.known.device)
+        here = _sent(src[inside], shadow.known.device)
         for stream in streams:
             stream.shadow[there] = stream.shadow[here]
         shadow.known[there] = shadow.known[here]
 
     def forget_slots(self, group: int, slots: Any) -> None:
-        """Take slots' bytes for unknown; `slots` `[n]`, any integer tensor, in the group's own numbering, none outside."""
+        """Take slots' bytes for unknown; `slots` `[n]`, any integers, in the group's own numbering, none outside."""
         known = self._find(group)[0].known
-        known[slots.to(known.device).long()] = 0
+        there = _sent(slots, known.device) if isinstance(slots, np.ndarray) else slots.to(known.device).long()
+        known[there] = 0
 
     def hash_states(self, pool: int, slots: Any, sources: Any | None) -> Any:
         """Return what slots of a state pool hold by now, `[3 * n] int64`: slots, sources (-1 for None) and hashes.
@@ -220,6 +219,14 @@ def slots_as_bytes(part: Any, most: int) -> Any | None:
         expected *= size
     rows = part.as_strided((part.shape[0], part[0].numel()), (part.stride(0), 1))
     return rows.view(torch.uint8)[:, :most]
+
+
+def _sent(slots: Int64Array, device: Any) -> Any:
+    """Return slots on the device, `[n] int64`; nobody waits for them."""
+    import torch
+
+    here = torch.from_numpy(slots)
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
 def _states(header: TraceHeader, pool: int, parts: Sequence[Any]) -> StatesOnDevice:

@@ -28,7 +28,7 @@ def on_gpu(runner: Any) -> bool:
     return str(getattr(getattr(runner, "device", None), "type", "")) == "cuda"
 
 
-def why_it_waits(runner: Any, layout: VllmLayout, connector: str) -> str:
+def why_it_waits(runner: Any, layout: VllmLayout) -> str:
     """Return why a runner's forwards cannot be recorded without waiting for the device, nothing if they can."""
     config = runner.vllm_config
     prepares = getattr(getattr(runner, "model_state", None), "prepare_attn", None)
@@ -36,7 +36,6 @@ def why_it_waits(runner: Any, layout: VllmLayout, connector: str) -> str:
         "a draft model's layers are recorded as they store K and V": (
             layout.draft is not None and layout.draft_offset is None
         ),
-        f"what the KV connector {connector} loads is recorded as it lands": bool(connector),
         "the model is fed positions of several dimensions": bool(fed_otherwise(runner)),
         "the model may be fed embeddings in place of tokens": bool(
             getattr(config.model_config, "enable_prompt_embeds", False)

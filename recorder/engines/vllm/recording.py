@@ -85,7 +85,7 @@ class VllmRecording:
         self.on_device: DeviceSteps | None = None
         self.drafts: Any  # what records a draft's forwards
         path = settings.folder / trace_name("vllm", header, number)
-        self.recorder: Any = begin_new(path, lambda path: self._begin_trace(path, header, settings, runner, connector))
+        self.recorder: Any = begin_new(path, lambda path: self._begin_trace(path, header, settings, runner))
         recorder: Any = self.recorder
         self.requests = VllmRequests(header.tables[0].rows)
         self.identities = Identities(runner, self.requests, self._say)
@@ -110,14 +110,14 @@ class VllmRecording:
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
 
     def _begin_trace(
-        self, path: Path, header: TraceHeader, settings: RecordingSettings, runner: Any, connector: str
+        self, path: Path, header: TraceHeader, settings: RecordingSettings, runner: Any
     ) -> Recorder | DeviceRecorder:
         """Return a recorder that never waits for the device, if there is one and it can be."""
         layout = self.layout
         options: dict[str, Any] = {"kv_sources": layout.kv.sources, "kv_watch_every": settings.kv_watch_every}
         options |= {"state_sources": layout.states.parts if settings.capture_bytes else {}} | settings.writer_options()
         if on_gpu(runner):
-            why = why_it_waits(runner, layout, connector)
+            why = why_it_waits(runner, layout)
             try:
                 if not why:
                     recorder, self.on_device, self.drafts = begin_on_device(path, header, runner, layout, options)
@@ -275,6 +275,7 @@ class VllmRecording:
                     self.requests.run(known, self._step - 1)
             self._ran = running = self._running(step.names)
             self._requests_changed = False
+            self.external.before_device(step, self.output, running)
         self.forwards += self.on_device.before(step, running, self.attention)
         for known in running or ():
             known.fresh = False

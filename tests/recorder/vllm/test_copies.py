@@ -79,7 +79,7 @@ class Played:
         self.connector._connector_metadata = {n: [("r", 0, *one) for one in found] for n, found in named.items()}
         self.connector.start_load_kv()
         held = held or tuple(block for block, _ in loads) or (0,)
-        self.copies.before_model(("r",), [(torch.tensor([held]), SIZE)])
+        self.copies.before_model(("r",), lambda: {"r": [set(held)]})
         self.connector.wait_for_save()
 
     def events(self) -> list[Any]:

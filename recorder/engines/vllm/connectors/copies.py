@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .....kernels.arrays import Int64Array
-from ....capture.host_arrays import CopyEnds, end_hashes, on_host, runs_to_slots
+from ....capture.device.recorder import DeviceRecorder
+from ....capture.host_arrays import CopyEnds, end_hashes, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
@@ -121,7 +122,7 @@ class ConnectorCopies:
         storage: Storage,
         layout: VllmLayout,
         requests: VllmRequests,
-        recorder: Recorder,
+        recorder: Recorder | DeviceRecorder,
         pages: HostPages | None = None,
     ) -> None:
         self._storage = storage
@@ -211,16 +212,13 @@ class ConnectorCopies:
         self._landed.append(EndedLoad(load, here, elsewhere))
         del self._landed[:-MAX_ENDED]  # what is loaded for a request that has gone is asked for by nobody
 
-    def before_model(self, names: Sequence[str], tables: Sequence[tuple[Any, int]]) -> None:
-        """Record the loads for a step's requests that have ended, and those that land late."""
+    def before_model(self, names: Sequence[str], held: Callable[[], dict[str, list[set[int]]]]) -> None:
+        """Record the loads for a step's requests that have ended, and those that land late; `held` are the requests' blocks."""
 
         def record() -> None:
             self._record_late()
             if self._landed:
-                rows = [on_host(table[: len(names)], wait=True) for table, _ in tables]
-                self._flush(
-                    ["", *names], {name: [set(table[r].tolist()) for table in rows] for r, name in enumerate(names)}
-                )
+                self._flush(["", *names], held())
 
         self.guarded(record)
 
@@ -324,9 +322,12 @@ class ConnectorCopies:
 
     def _search(self, load: LoadJob, at: int) -> int:
         """Return the first slot of the block that has a load's bytes and should have others, -1 for none that is found."""
-        group, kv = load.pages[at].group, self._recorder.kv[load.pages[at].group.index]
+        group, recorder = load.pages[at].group, self._recorder
+        if isinstance(recorder, DeviceRecorder):  # it would wait for the device
+            return -1
         if self._searches and group.num_slots <= MAX_SEARCHED_SLOTS:
             self._searches -= 1
+            kv = recorder.kv[group.index]
             mine = [0, *(page.block for page in load.pages)]  # and where it came from, which may hold it still
             mine.append(self._pages.find(self, load.pages[at])[1])
             blocks = np.setdiff1d(kv.otherwise() // group.block_size, mine)

@@ -5,23 +5,25 @@ and when a load that runs beside the forwards is over. Else the runner only sees
 cache: all of them are taken for loaded, if they can have been.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .....kernels.arrays import Int64Array
-from ....capture.host_arrays import ragged_index, runs_to_slots
+from .....kernels.arrays import BoolArray, Int64Array
+from ....capture.device.recorder import DeviceRecorder
+from ....capture.host_arrays import on_host, ragged_index, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.header import NotWatched
 from ....trace.schema import RECEIVE, TransferStatus
 from ...common.hooking import Around, Hook, OnFault, around, wrap_method
+from ..device import DeviceStep
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest, VllmRequests, table_read
 from .copies import ConnectorCopies, ExternalSlots, HostPages
 from .landed import LandedBlocks
 from .landed import not_watched as not_watched_unknown
-from .pairs import PULLING, HeldReady, role_of, room_of
+from .pairs import PULLING, HeldReady, role_of, room_of, transfers_of
 from .storages import Member
 
 _NO_BLOCKS: Final = np.empty(0, np.int64)
@@ -38,6 +40,14 @@ def connector_of(config: Any) -> str:
     return str(getattr(transfer, "kv_connector", "") or "unknown")
 
 
+class Reads(NamedTuple):
+    """Slots `[n]` of a group that the request at place `request` of a batch reads."""
+
+    group: VllmGroup
+    request: int
+    slots: Int64Array
+
+
 class ExternalLoads:
     """The loads of one runner's cache; `scheduler` is None if it runs in another process.
 
@@ -49,7 +59,7 @@ class ExternalLoads:
         connector: str,
         layout: VllmLayout,
         requests: VllmRequests,
-        recorder: Recorder,
+        recorder: Recorder | DeviceRecorder,
         scheduler: Any,
         members: Sequence[Member],
     ) -> None:
@@ -66,7 +76,7 @@ class ExternalLoads:
         self._groups = layout.groups
         self._held = HeldReady(layout, requests, recorder)
         self._requests = requests
-        self._recorder = recorder
+        self._transfer = transfers_of(recorder)
         self._scheduler = scheduler
         self._loads: dict[str, list[ExternalSlots]] = {}
         self._under_way: set[str] = set()
@@ -185,7 +195,7 @@ class ExternalLoads:
             "start_position": load.start,
             "peer": self._connector,
         }
-        self._recorder.transfer(status, direction=RECEIVE, room=room, request_id=request_id, **where)
+        self._transfer(status, direction=RECEIVE, room=room, request_id=request_id, **where)
 
     def took_result(self, result: Any) -> None:
         """Take note of the loads that have ended, by a runner's output."""
@@ -195,13 +205,28 @@ class ExternalLoads:
 
     def before_model(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
         """Record what has been loaded for the requests of a step, or may have been for those that are new in it."""
-        self._make_unknown(step, output, requests)
+        self._make_unknown(step, output, requests, lambda fresh: read_by_tables(step, self._groups, fresh))
         for copies, seen in self._seen:
             copies.guarded(seen.before_model, step, requests)
+        tables = [table[: len(step.names)] for table, _ in step.tables]
         for copies in self._copies:
-            copies.before_model(step.names, step.tables)
+            copies.before_model(step.names, lambda: blocks_of(tables, step.names))
 
-    def _make_unknown(self, step: Step, output: Any, requests: Sequence[VllmRequest]) -> None:
+    def before_device(self, step: DeviceStep, output: Any, requests: Sequence[VllmRequest]) -> None:
+        """As `before_model`, of a step that the device captures: by the blocks that the scheduler says its requests have."""
+        self._make_unknown(step, output, requests, lambda fresh: read_by_blocks(step, self._groups, requests, fresh))
+        gids = [group.gid for group in self._groups]
+        held = {known.name: [set(known.blocks[gid]) for gid in gids] for known in requests if known.blocks}
+        for copies in self._copies:
+            copies.before_model(step.names, lambda: held)
+
+    def _make_unknown(
+        self,
+        step: Step | DeviceStep,
+        output: Any,
+        requests: Sequence[VllmRequest],
+        read: Callable[[BoolArray], Iterator[Reads]],
+    ) -> None:
         if self._scheduler is not None:
             for name in step.names if self._loads else ():
                 self._over(name)
@@ -212,18 +237,39 @@ class ExternalLoads:
         loaded = [known.fresh and (every or known.name in self._landed) for known in requests]
         fresh = np.array(loaded, np.bool_) & (step.prefix > 0)
         self._landed.difference_update(step.names)
-        if not fresh.any():
-            return
-        for (table, block_size), group in zip(step.tables, self._groups, strict=True):
-            read = table_read(table, block_size, group, np.where(fresh, step.prefix, 0))
-            offsets = np.cumsum(read.counts) - read.counts
-            for r in np.flatnonzero(fresh).tolist():
-                slots = read.slots[ragged_index(offsets[r : r + 1], read.counts[r : r + 1])]
-                slots = slots[slots >= group.block_size]
-                if slots.size:
-                    load = ExternalSlots(group.index, int(step.prefix[r]) - slots.size, slots, own=False)
-                    self._receive("end", load, -1)
-                    self._ended(step.names[r], [load])
+        for group, r, slots in read(fresh) if fresh.any() else ():
+            own = slots[slots >= group.block_size]
+            if own.size:
+                load = ExternalSlots(group.index, int(step.prefix[r]) - own.size, own, own=False)
+                self._receive("end", load, -1)
+                self._ended(step.names[r], [load])
+
+
+def read_by_tables(step: Step, groups: Sequence[VllmGroup], fresh: BoolArray) -> Iterator[Reads]:
+    """Yield what each of some requests of a batch, `[bs]`, reads in each group, by the block tables."""
+    for (table, block_size), group in zip(step.tables, groups, strict=True):
+        read = table_read(table, block_size, group, np.where(fresh, step.prefix, 0))
+        offsets = np.cumsum(read.counts) - read.counts
+        for r in np.flatnonzero(fresh).tolist():
+            yield Reads(group, r, read.slots[ragged_index(offsets[r : r + 1], read.counts[r : r + 1])])
+
+
+def read_by_blocks(
+    step: DeviceStep, groups: Sequence[VllmGroup], requests: Sequence[VllmRequest], fresh: BoolArray
+) -> Iterator[Reads]:
+    """As `read_by_tables`, by the blocks that the scheduler says the requests have."""
+    for group in groups:
+        for r in np.flatnonzero(fresh).tolist():
+            end = int(step.prefix[r])
+            at = np.arange(max(end - group.window - 1, 0) if group.window else 0, end)
+            blocks = np.array(requests[r].blocks[group.gid], np.int64)
+            yield Reads(group, r, blocks[at // group.block_size] * group.block_size + at % group.block_size)
+
+
+def blocks_of(tables: Sequence[Any], names: Sequence[str]) -> dict[str, list[set[int]]]:
+    """Return the blocks that each request of a batch has in each group, by the rows of the block tables."""
+    rows = [on_host(table, wait=True) for table in tables]
+    return {name: [set(table[r].tolist()) for table in rows] for r, name in enumerate(names)}
 
 
 def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list[NotWatched]:

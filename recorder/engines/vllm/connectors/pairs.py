@@ -5,11 +5,12 @@ moment when the prefill side is told so. Both know the request by what the route
 `kv_role` `kv_producer` and `kv_consumer`: an engine that is both may be either side of any request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
+from ....capture.device.recorder import DeviceRecorder
 from ....capture.host_arrays import runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import PULLED, SEND, TransferStatus
@@ -38,15 +39,20 @@ def room_of(params: Any) -> int:
     return request_id_of("/".join(map(str, named))) if all(named) else -1
 
 
+def transfers_of(recorder: Recorder | DeviceRecorder) -> Callable[..., None]:
+    """Return what records a transfer: on a device without its bytes, for which the engine would wait."""
+    return recorder.transfer_unread if isinstance(recorder, DeviceRecorder) else recorder.transfer
+
+
 class HeldReady:
     """The requests of one prefill engine whose blocks a decode engine may read."""
 
-    def __init__(self, layout: VllmLayout, requests: VllmRequests, recorder: Recorder) -> None:
+    def __init__(self, layout: VllmLayout, requests: VllmRequests, recorder: Recorder | DeviceRecorder) -> None:
         self._connector = ""
         # What lies outside of a window need not be read, and is not said to be.
         self._groups = [group for group in layout.groups if not group.window]
         self._requests = requests
-        self._recorder = recorder
+        self._transfer = transfers_of(recorder)
         self._sent: dict[str, tuple[int, list[tuple[VllmGroup, Any]]]] = {}
 
     def attach(self, scheduler: Any, on_fault: OnFault) -> None:
@@ -89,4 +95,4 @@ class HeldReady:
         request_id = request_id_of(name) if known is None else known.request_id
         for group, slots in found:
             where = {"room": room, "group": group.index, "slots": slots, "peer": self._connector, "note": PULLED}
-            self._recorder.transfer(status, direction=SEND, request_id=request_id, **where)
+            self._transfer(status, direction=SEND, request_id=request_id, **where)

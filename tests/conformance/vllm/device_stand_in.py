@@ -1,7 +1,7 @@
-"""Runs vLLM on the CPU with a draft model, recorded once by the host's recorder and once as on a GPU, and compares the two traces.
+"""Runs vLLM on the CPU, recorded once by the host's recorder and once as on a GPU, and compares the two traces.
 
-    python tests/conformance/vllm/draft_stand_in.py                # all setups with a draft model
-    python tests/conformance/vllm/draft_stand_in.py llama-eagle
+    python tests/conformance/vllm/device_stand_in.py               # the setups with a draft model or a connector
+    python tests/conformance/vllm/device_stand_in.py llama-eagle
 
 The kernels that capture forwards run in Triton's interpreter, on the CPU's tensors. Exit status 1 if the traces differ in what
 any forward of the target or of the draft was given, or if one does not replay clean.
@@ -12,9 +12,19 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SETUPS = ("llama-eagle", "llama-eagle-preempt", "llama-eagle-async", "llama-draft-model")
+DRAFTS = ("llama-eagle", "llama-eagle-preempt", "llama-eagle-async", "llama-draft-model")
+LOADS = (
+    "llama-loads",
+    "llama-loads-beside",
+    "llama-loads-fail",
+    "llama-loads-async",
+    "hybrid-loads",
+    "llama-offloads-preempt",
+)
+SETUPS = (*DRAFTS, *LOADS, "llama-several", "llama-shared-storage", "hybrid-offloads")
 COLUMNS = (
     *("req_pool_indices", "prefix_lens", "extend_lens", "input_ids", "positions", "truth_lens"),
     *("attention_seq_lens", "attention_query_lens"),
@@ -58,7 +68,7 @@ def run_engine(setup: str, folder: Path, *, device: bool) -> None:
     generate(run, folder)
 
 
-def forwards(folder: Path) -> list[dict[str, object]]:
+def forwards(folder: Path, *, drafts: bool) -> list[dict[str, Any]]:
     """Return what each forward with tokens was given."""
     from kvcanary.recorder.trace.reader import read_trace
 
@@ -68,16 +78,31 @@ def forwards(folder: Path) -> list[dict[str, object]]:
         if event.kind == "forward" and len(event.ints("extend_lens")):
             row = {name: event.ints(name).tolist() for name in COLUMNS}
             row |= {name: event.scalar(name) for name in ("runner", "mode", "attention_watched")}
-            row["out_cache_loc"] = event.ints("out_cache_loc").reshape(2, -1)[event.scalar("runner")].tolist()
+            slots = event.ints("out_cache_loc").reshape(-1, sum(row["extend_lens"]))
+            row["out_cache_loc"] = (slots[[event.scalar("runner")]] if drafts else slots).tolist()
             found.append(row | {"kv_bytes": event.bytes("kv_bytes").tobytes()})
     return found
+
+
+def others(folder: Path) -> list[tuple[object, ...]]:
+    """Return what was said of loads and copies, but for the bytes that landed, which nobody reads on a device."""
+    from kvcanary.recorder.trace.reader import read_trace
+
+    (path,) = (folder / "traces").glob("*.arrow")
+    scalars = ("status", "mode", "room", "peer", "note")  # ids of requests are made of names that each run draws
+    columns = ("slot_start", "slot_count", "prefix_lens", "copy_src", "copy_dst")
+    return [
+        (event.kind, *map(event.scalar, scalars), *(event.ints(name).tolist() for name in columns))
+        for event in read_trace(path)
+        if event.kind in ("transfer", "kv_copy")
+    ]
 
 
 def compared(setup: str, folder: Path) -> list[str]:
     """Run a setup both ways; return what is wrong."""
     from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-    wrong, found = [], []
+    wrong, found, said = [], [], []
     for how in ("host", "device"):
         place = folder / f"{setup}-{how}"
         place.mkdir()
@@ -89,7 +114,8 @@ def compared(setup: str, folder: Path) -> list[str]:
             return [f"the engine ended with {ended}: {(place / 'log').read_text()[-400:]}"]
         (path,) = (place / "traces").glob("*.arrow")
         summary = replay(path, settings=ReplaySettings(), report=None)
-        found.append(forwards(place))
+        found.append(forwards(place, drafts=setup in DRAFTS))
+        said.append(others(place))
         if summary.verdict.value != "clean":
             wrong.append(f"{how}: {summary.verdict.value}, {summary.findings_by_kind}")
         if how == "device" and any("waits" in note for note in summary.header.notes):
@@ -99,6 +125,9 @@ def compared(setup: str, folder: Path) -> list[str]:
         folder / f"{setup}-device" / "tokens.json"
     ).read_bytes():
         wrong.append(f"other tokens than in {place}")
+    if said[0] != said[1]:
+        apart = next((pair for pair in zip(*said, strict=False) if pair[0] != pair[1]), list(map(len, said)))
+        wrong.append(f"other loads and copies: {apart}"[:600])
     if len(host) != len(device):
         wrong.append(f"{len(device)} forwards on the device, {len(host)} on the host")
     for number, (mine, other) in enumerate(zip(device, host, strict=False)):
@@ -106,7 +135,8 @@ def compared(setup: str, folder: Path) -> list[str]:
         if differ:
             wrong.append(f"forward {number}: {differ}: {[(mine[name], other[name]) for name in differ][:2]}"[:600])
     drafts = sum(row["runner"] == 1 for row in device)
-    print(f"{setup}: {len(device)} forwards, {drafts} of the draft, {'WRONG' if wrong else 'the same on both'}")
+    counts = f"{len(device)} forwards, {drafts} of a draft, {len(said[1])} loads and copies"
+    print(f"{setup}: {counts}, {'WRONG' if wrong else 'the same on both'}", flush=True)
     return wrong
 
 
@@ -115,7 +145,7 @@ def main() -> int:
         run_engine(sys.argv[2], Path(sys.argv[3]), device=sys.argv[4] == "device")
         return 0
     found = False
-    with tempfile.TemporaryDirectory(prefix="draft-stand-in-") as folder:
+    with tempfile.TemporaryDirectory(prefix="device-stand-in-") as folder:
         for setup in sys.argv[1:] or SETUPS:
             for said in compared(setup, Path(folder))[:5]:
                 found = True
