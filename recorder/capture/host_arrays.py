@@ -1,7 +1,6 @@
 """Whatever arrays an engine hands over, brought to the host as numpy arrays; and index arithmetic over ragged rows."""
 
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,28 +164,6 @@ def as_rows(value: Any) -> ByteArray:
     import torch
 
     return np.asarray(value.reshape(-1).view(torch.uint8).cpu().numpy()).reshape(shape)
-
-
-def end_hashes(parts: Sequence[npt.NDArray[Any]]) -> Int64Array:
-    """Hash what lies at one end of a copy: of each part `[n, bytes] uint8`, a layer's say, row i belongs to page i, `[n]`.
-
-    The upper half of a hash depends on the order of the bytes' words, the lower half does not: pages of one lower half
-    and two upper ones hold the same words in another order. Never 0, which stands for bytes that were not read.
-    """
-    ordered = plain = np.zeros(len(parts[0]), np.uint64)
-    first = 1
-    for part in parts:
-        width = 4 if part.shape[1] % 4 == 0 else 1
-        words = np.ascontiguousarray(part).view(f"<u{width}").astype(np.uint64) + np.uint64(1)
-        words *= np.uint64(0x9E3779B97F4A7C15)
-        words ^= words >> np.uint64(29)
-        plain = plain + words.sum(axis=1, dtype=np.uint64)
-        words *= np.arange(first, first + 2 * words.shape[1], 2, dtype=np.uint64)
-        ordered = ordered + words.sum(axis=1, dtype=np.uint64)
-        first += 2 * words.shape[1]
-    half = np.uint64(32)
-    mixed = ((ordered ^ (ordered >> half)) << half) | (plain & np.uint64(0xFFFFFFFF))
-    return np.where(mixed == 0, np.uint64(1), mixed).view(np.int64)
 
 
 def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -18,9 +18,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ....kernels.ops.end_hash.reference import end_hashes
 from ...capture.device.host_copy import HostCopy
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.host_arrays import CopyEnds, end_hashes, own_int64
+from ...capture.host_arrays import CopyEnds, own_int64
 from ...capture.recorder import Recorder
 from ...errors import error_text
 from ...trace.schema import RECEIVE, TIER_HOST, TIER_POOL

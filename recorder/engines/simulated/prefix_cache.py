@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.host_arrays import CopyEnds, end_hashes
+from ....kernels.ops.end_hash.reference import end_hashes
+from ...capture.host_arrays import CopyEnds
 from .pools import NO_PAGES, PageAllocator
 from .radix import NO_PAGE, Inserted, Node, RadixTree, UseQueue, window_prefix
 from .requests import Request

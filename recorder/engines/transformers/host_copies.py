@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ...capture.host_arrays import CopyEnds, end_hashes
+from ....kernels.ops.end_hash.reference import end_hashes
+from ...capture.host_arrays import CopyEnds
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL
 from .layout import TransformersGroup

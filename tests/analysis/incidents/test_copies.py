@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
-from kvcanary.recorder.capture.host_arrays import CopyEnds, end_hashes
+from kvcanary.kernels.ops.end_hash.reference import end_hashes
+from kvcanary.recorder.capture.host_arrays import CopyEnds
 from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader

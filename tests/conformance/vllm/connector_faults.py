@@ -28,9 +28,16 @@ EXPECTED_UNKNOWN = {
 
 def install(fault, mark) -> None:
     """Put one fault into this process; `mark(labels)` is called when it happens."""
-    {"key_collides": _key_collides, "store_twice": _store_twice, "load_other_block": _other_block}.get(fault, _copies)(
-        fault, mark
-    )
+    if not install_scheduled(fault, mark):
+        _copies(fault, mark)
+
+
+def install_scheduled(fault, mark) -> bool:
+    """Put one into the connector's scheduler, if it is one of those."""
+    faults = {"key_collides": _key_collides, "store_twice": _store_twice, "load_other_block": _other_block}
+    if fault in faults:
+        faults[fault](fault, mark)
+    return fault in faults
 
 
 def _copies(fault, mark) -> None:

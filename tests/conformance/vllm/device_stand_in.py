@@ -48,6 +48,7 @@ def stand_in() -> None:
                 object.__setattr__(source, "tensor", torch.from_numpy(source.tensor))
 
     layout.VllmLayout.__init__ = with_tensors
+    torch.Tensor.is_pinned = lambda *_: True  # so that the kernels read it
     recording.on_gpu = lambda _: True
 
 
@@ -82,6 +83,25 @@ def forwards(folder: Path, *, drafts: bool) -> list[dict[str, Any]]:
             row["out_cache_loc"] = (slots[[event.scalar("runner")]] if drafts else slots).tolist()
             found.append(row | {"kv_bytes": event.bytes("kv_bytes").tobytes()})
     return found
+
+
+def timed(setup: str) -> bool:
+    """Whether it depends on when jobs end what is loaded."""
+    return "offloads" in setup or "several" in setup
+
+
+def hashed(folder: Path) -> tuple[int, int]:
+    """Return of how many pages that were copied both ends are known, and of how many they are the same."""
+    from kvcanary.recorder.trace.reader import read_trace
+
+    (path,) = (folder / "traces").glob("*.arrow")
+    pairs = [
+        pair
+        for event in read_trace(path)
+        if event.kind == "kv_copy" and event.scalar("note") in ("load-back", "stored")
+        for pair in zip(event.ints("copy_src_hash").tolist(), event.ints("copy_dst_hash").tolist(), strict=True)
+    ]
+    return sum(any(pair) for pair in pairs), sum(pair[0] == pair[1] != 0 for pair in pairs)
 
 
 def others(folder: Path) -> list[tuple[object, ...]]:
@@ -125,7 +145,7 @@ def compared(setup: str, folder: Path) -> list[str]:
         folder / f"{setup}-device" / "tokens.json"
     ).read_bytes():
         wrong.append(f"other tokens than in {place}")
-    if said[0] != said[1]:
+    if said[0] != said[1] and not timed(setup):
         apart = next((pair for pair in zip(*said, strict=False) if pair[0] != pair[1]), list(map(len, said)))
         wrong.append(f"other loads and copies: {apart}"[:600])
     if len(host) != len(device):
@@ -135,6 +155,9 @@ def compared(setup: str, folder: Path) -> list[str]:
         if differ:
             wrong.append(f"forward {number}: {differ}: {[(mine[name], other[name]) for name in differ][:2]}"[:600])
     drafts = sum(row["runner"] == 1 for row in device)
+    if "offloads" in setup:
+        known, same = hashed(folder / f"{setup}-device")
+        wrong += [] if known and same else [f"{known} ends are known on the device, {same} alike"]
     counts = f"{len(device)} forwards, {drafts} of a draft, {len(said[1])} loads and copies"
     print(f"{setup}: {counts}, {'WRONG' if wrong else 'the same on both'}", flush=True)
     return wrong

@@ -144,11 +144,11 @@ def test_an_engine_that_cannot_be_captured_is_recorded_all_the_same(
     assert verdict(tmp_path).verdict.value == "clean"
 
 
-@pytest.mark.parametrize("kind", ["draft", "connector", "several dimensions", "embeddings", "micro-batches", "v2"])
+@pytest.mark.parametrize("kind", ["draft", "several dimensions", "embeddings", "micro-batches", "v2"])
 def test_what_cannot_be_captured_is_said(kind: str) -> None:
     runner = fake_engine.GPUModelRunner([FullAttentionSpec()], 4)
     layout = SimpleNamespace(draft=None, draft_offset=None)
-    assert why_it_waits(runner, layout, "") == ""
+    assert why_it_waits(runner, layout) == ""
     if kind == "draft":
         layout.draft = object()
     elif kind == "several dimensions":
@@ -159,7 +159,7 @@ def test_what_cannot_be_captured_is_said(kind: str) -> None:
         runner.vllm_config.parallel_config.use_ubatching = True
     elif kind == "v2":
         del runner.input_batch
-    assert why_it_waits(runner, layout, "HostConnector" if kind == "connector" else "")
+    assert why_it_waits(runner, layout)
 
 
 def test_a_device_recorder_is_what_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,43 +1,33 @@
 """What a KV connector copies between a runner's cache and a storage elsewhere: block by block, with what lies at both ends.
 
 A connector that is known says which blocks it stores and loads, and by which key each lies elsewhere. A key that blocks are
-stored under gets a page of the trace's host tier, so that what is loaded from there is known as far as what was stored is. Of
-both ends all layers' bytes are hashed, if they lie in the host's memory; the block tables are read as the forward's own are.
+stored under gets a page of the trace's host tier, so that what is loaded from there is known as far as what was stored is. Both
+ends of all layers are hashed (`ends.py`). On a device a hash comes later: there all is recorded by the recorder's thread, in the
+order in which it was seen.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .....kernels.arrays import Int64Array
 from ....capture.device.recorder import DeviceRecorder
-from ....capture.host_arrays import CopyEnds, end_hashes, runs_to_slots
+from ....capture.host_arrays import CopyEnds, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
-from ..layout import VllmGroup, VllmLayout
+from ..layout import VllmLayout
 from ..step import VllmRequests
+from .ends import DeviceEnds, HostEnds, Known, Look, Page, Storage
 
-Bytes = npt.NDArray[np.uint8]
-
-MAX_HASHED_BYTES: Final = 64 << 20  # at one end of one job's blocks
 LATE_STEPS: Final = 16  # in which a block is read again whose load ended and had not landed
 MAX_LATE: Final = 64  # such blocks at a time
 MAX_ENDED: Final = 256  # loads that have ended and are not recorded yet: the slots of older ones stay unknown
 SEARCHES: Final = 16  # for where a load landed instead, in a recording
 MAX_SEARCHED_SLOTS: Final = 1 << 20
-
-
-def as_bytes(tensor: Any) -> Any:
-    """Return a tensor of the host's memory as a numpy view of its elements' bits, None for one of a device's."""
-    import torch
-
-    if tensor.device.type != "cpu":
-        return None
-    return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
 
 
 class ExternalSlots(NamedTuple):
@@ -52,42 +42,26 @@ class ExternalSlots(NamedTuple):
     own: bool
 
 
-class Page(NamedTuple):
-    """A block of a group, and the `key` under which its content lies elsewhere."""
-
-    group: VllmGroup
-    block: int
-    key: Hashable
-
-
-class Storage(Protocol):
-    """What is known of a connector: `num_pages` is how many blocks of a group it can hold, 0 if that is not known."""
-
-    num_pages: int
-
-    def attach(self, copies: "ConnectorCopies") -> None:
-        """Have the connector's saves and loads reported to `copies`."""
-
-    def layers_here(self, group: VllmGroup) -> Sequence[Any]:
-        """Return the group's layers as arrays `[num_blocks, ...]` with the bytes that are stored of each block; or nothing."""
-
-    def there(self, page: Page) -> Sequence[Bytes] | None:
-        """Return what lies elsewhere of a page, an array for each of `layers_here`; None if that cannot be read."""
-
-
 class LoadJob(NamedTuple):
     """Blocks that are being loaded for a request ("" if it is not known for whom): what lay at both ends before."""
 
     name: str
     pages: list[Page]
-    there: Int64Array
-    before: Int64Array
+    there: Look
+    before: Look
+
+    def of(self, kept: list[int]) -> "LoadJob":
+        """Return the job of some of its blocks alone."""
+        return LoadJob(self.name, [self.pages[i] for i in kept], self.there.of(kept), self.before.of(kept))
 
 
 class EndedLoad(NamedTuple):
     """A load that has ended, to be recorded in its turn: what lies in its blocks now, and where it landed instead."""
 
-    load: LoadJob
+    name: str
+    pages: list[Page]
+    there: Int64Array
+    before: Int64Array
     here: Int64Array
     landed: Int64Array
 
@@ -128,10 +102,19 @@ class ConnectorCopies:
         self._storage = storage
         self._layout = layout
         self._requests = requests
-        self._recorder = recorder
+        self._recorder: Recorder
+        self._ends: HostEnds | DeviceEnds
+        self._later: Any = None
+        if isinstance(recorder, DeviceRecorder):
+            self._recorder, self._ends = recorder.recorder, DeviceEnds(storage, layout)
+            # Behind what is queued; a fault there is not the recorder's thread's.
+            self._later = functools.partial(recorder.later, self.guarded)
+        else:
+            self._recorder, self._ends = recorder, HostEnds(storage, layout)
         self._pages = HostPages(layout) if pages is None else pages
         self._landed: list[EndedLoad] = []
-        self._late: list[tuple[int, LoadJob, int]] = []  # steps left, load, which of its pages
+        self._waiting: set[str] = set()  # whose loads have ended, and who have not run since
+        self._late: list[tuple[int, EndedLoad, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
         self._right: dict[tuple[int, int], int] = {}  # what lay in a block of a group when a load to it ended
         self._failed = False
@@ -151,19 +134,33 @@ class ConnectorCopies:
             self._failed, self._landed, self._late = True, [], []
             self._on_fault("copies", error)
 
+    def _in_turn(self, act: Callable[..., None], *args: Any) -> None:
+        """Do something now; on a device once all that was seen before is recorded."""
+        if self._later is None:
+            act(*args)
+        else:
+            self._later(act, *args)
+
     def store(self, pages: list[Page], *, landed: bool) -> None:
         """Record that blocks are stored, as their slots are now; `landed` says that they lie elsewhere already."""
-        here = self.hash_here(pages)
-        there = self.hash_there(pages) if landed else np.zeros(len(pages), np.int64)
+        there = self._ends.there(pages) if landed else Known(np.zeros(len(pages), np.int64))
+        self._in_turn(self._store, pages, self._ends.here(pages), there)
+
+    def _store(self, pages: list[Page], here: Look, there: Look) -> None:
         hosts = [self._pages.give(self, page) for page in pages]
-        self._record("offload", TIER_POOL, pages, hosts, TIER_HOST, here, there)
+        self._record("offload", TIER_POOL, pages, hosts, TIER_HOST, here.read(), there.read())
 
     def stored(self, pages: list[Page]) -> None:
         """Record what lies elsewhere of blocks whose store has ended."""
-        kept = [page for page in pages if self._pages.find(self, page)[0]]
-        there, hosts = self.hash_there(kept), [self._pages.find(self, page)[0] for page in kept]
-        if there.any():
-            self._record("stored", TIER_HOST, kept, hosts, TIER_HOST, np.zeros_like(there), there, whole=False)
+        self._in_turn(self._stored, pages, self._ends.there(pages))
+
+    def _stored(self, pages: list[Page], look: Look) -> None:
+        hosts, there = [self._pages.find(self, page)[0] for page in pages], look.read()
+        at = [i for i, host in enumerate(hosts) if host]
+        if there[at].any():
+            kept, found = [pages[i] for i in at], there[at]
+            none = np.zeros_like(found)
+            self._record("stored", TIER_HOST, kept, [hosts[i] for i in at], TIER_HOST, none, found, whole=False)
 
     def has(self, page: Page) -> bool:
         """Say whether a page of the host tier stands for a block's key."""
@@ -197,19 +194,23 @@ class ConnectorCopies:
 
     def begin_load(self, name: str, pages: list[Page]) -> LoadJob:
         """Take note of a load that is asked for."""
-        return LoadJob(name, pages, self.hash_there(pages), self.hash_here(pages))
+        return LoadJob(name, pages, self._ends.there(pages), self._ends.here(pages))
 
     def end_load(self, load: LoadJob) -> None:
         """Take note of a load that has ended, by the connector's word."""
-        here = self.hash_here(load.pages)
-        wrong = np.flatnonzero((here != load.there) & (here != 0) & (load.there != 0))
+        self._waiting.add(load.name)
+        self._in_turn(self._end_load, load, self._ends.here(load.pages))
+
+    def _end_load(self, load: LoadJob, look: Look) -> None:
+        there, before, here = (of.read() for of in (load.there, load.before, look))
+        one = EndedLoad(load.name, load.pages, there, before, here, np.full(len(load.pages), -1, np.int64))
+        wrong = np.flatnonzero((here != there) & (here != 0) & (there != 0))
         self._right |= {(page.group.index, page.block): n for page, n in zip(load.pages, here.tolist(), strict=True)}
-        elsewhere = np.full(len(load.pages), -1, np.int64)
-        for at in wrong[here[wrong] == load.before[wrong]].tolist():
-            elsewhere[at] = self._search(load, at)
+        for at in wrong[here[wrong] == before[wrong]].tolist() if isinstance(self._ends, HostEnds) else ():
+            one.landed[at] = self._search(one, at)
             if len(self._late) < MAX_LATE:
-                self._late.append((LATE_STEPS, load, at))
-        self._landed.append(EndedLoad(load, here, elsewhere))
+                self._late.append((LATE_STEPS, one, at))
+        self._landed.append(one)
         del self._landed[:-MAX_ENDED]  # what is loaded for a request that has gone is asked for by nobody
 
     def before_model(self, names: Sequence[str], held: Callable[[], dict[str, list[set[int]]]]) -> None:
@@ -217,8 +218,9 @@ class ConnectorCopies:
 
         def record() -> None:
             self._record_late()
-            if self._landed:
-                self._flush(["", *names], held())
+            if not self._waiting.isdisjoint(["", *names]):
+                self._in_turn(self._flush, ["", *names], held())
+                self._waiting.difference_update(["", *names])
 
         self.guarded(record)
 
@@ -233,12 +235,12 @@ class ConnectorCopies:
     def _record_late(self) -> None:
         """Record what has landed late."""
         late, self._late = self._late, []
-        for left, load, at in late:
-            page, there = load.pages[at], load.there[at : at + 1]
+        for left, one, at in late:
+            page, there = one.pages[at], one.there[at : at + 1]
             if (self.hash_here([page]) == there).all():
                 self._record("landed late", TIER_HOST, [page], [0], TIER_POOL, there, there, whole=False)
             elif left > 1:
-                self._late.append((left - 1, load, at))
+                self._late.append((left - 1, one, at))
 
     def flush(self, name: str, slots: Sequence[tuple[int, Int64Array]]) -> None:
         """Record the loads for a request that have ended, which were to go to slots of certain groups.
@@ -248,92 +250,62 @@ class ConnectorCopies:
         held = [set[int]() for _ in self._layout.groups]
         for index, loaded in slots:
             held[index].update((loaded // self._layout.groups[index].block_size).tolist())
-        self.guarded(self._flush, [name], {name: held})
+        self._waiting.discard(name)
+        self.guarded(self._in_turn, self._flush, [name], {name: held})
 
     def _flush(self, names: Sequence[str], held: dict[str, list[set[int]]]) -> None:
         """Record the loads for certain requests ("" for any) that have ended; `held` are their blocks in each group."""
-        ended = [one for one in self._landed if one.load.name in names]
-        self._landed = [one for one in self._landed if one.load.name not in names]
+        ended = [one for one in self._landed if one.name in names]
+        self._landed = [one for one in self._landed if one.name not in names]
         for one in ended:
-            load = one.load
             parts: dict[tuple[str, bool], list[int]] = {}
-            hosts = [self._pages.find(self, page)[0] for page in load.pages]
-            for i, page in enumerate(load.pages):
+            hosts = [self._pages.find(self, page)[0] for page in one.pages]
+            for i, page in enumerate(one.pages):
                 holds = (name for name, blocks in held.items() if page.block in blocks[page.group.index])
                 holder = next(holds, "")
-                if not holder or holder != (load.name or holder):  # it went where its request reads nothing
+                if not holder or holder != (one.name or holder):  # it went where its request reads nothing
                     one.landed[i] = page.block * page.group.block_size
                 # Nothing is known of what was stored before the recording, or too long ago.
-                parts.setdefault((load.name or holder, bool(hosts[i])), []).append(i)
+                parts.setdefault((one.name or holder, bool(hosts[i])), []).append(i)
             for (name, known), at in parts.items():
                 request = self._requests.get(name)
                 self._record(
                     "load-back",
                     TIER_HOST,
-                    [load.pages[i] for i in at],
+                    [one.pages[i] for i in at],
                     [hosts[i] for i in at],
                     TIER_POOL,
-                    load.there[at],
+                    one.there[at],
                     one.here[at],
                     whole=known,
-                    before=load.before[at],
+                    before=one.before[at],
                     landed=one.landed[at],
                     request_id=-1 if request is None else request.request_id,
                 )
 
     def forget(self, name: str) -> None:
         """Forget the loads for a request that has given its slots back."""
-        self._landed = [one for one in self._landed if one.load.name != name]
+        self._waiting.discard(name)
+        self._in_turn(self._forget, name)
+
+    def _forget(self, name: str) -> None:
+        self._landed = [one for one in self._landed if one.name != name]
 
     def hash_here(self, pages: Sequence[Page]) -> Int64Array:
-        """Return the hash of what lies in each block now, 0 if it was not read."""
+        """Return the hash of what lies in each block now, 0 if it was not read; of a device's never."""
+        return self._ends.here(pages).read() if isinstance(self._ends, HostEnds) else np.zeros(len(pages), np.int64)
 
-        def read(group: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
-            layers, blocks = self._storage.layers_here(group), [page.block for page in mine]
-            return [_rows(layer, blocks) for layer in layers] if layers else None
-
-        return self._hashes(pages, read)
-
-    def hash_there(self, pages: Sequence[Page]) -> Int64Array:
-        """Return the same of what lies elsewhere."""
-
-        def read(_: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
-            found = [self._storage.there(page) for page in mine]
-            whole = [one for one in found if one is not None]
-            if len(whole) < len(found):
-                return None
-            return [np.stack(parts) for parts in zip(*whole, strict=True)]
-
-        return self._hashes(pages, read)
-
-    def _hashes(
-        self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Sequence[Bytes] | None]
-    ) -> Int64Array:
-        found = np.zeros(len(pages), np.int64)
-        for group in self._layout.groups:
-            at = [i for i, page in enumerate(pages) if page.group.index == group.index]
-            layers = self._storage.layers_here(group) if at else ()
-            size = sum(int(layer[0].nbytes) for layer in layers)
-            if layers and size * len(at) <= MAX_HASHED_BYTES:
-                parts = read(group, [pages[i] for i in at])
-                if parts:
-                    found[at] = end_hashes(parts)
-        return found
-
-    def _search(self, load: LoadJob, at: int) -> int:
+    def _search(self, one: EndedLoad, at: int) -> int:
         """Return the first slot of the block that has a load's bytes and should have others, -1 for none that is found."""
-        group, recorder = load.pages[at].group, self._recorder
-        if isinstance(recorder, DeviceRecorder):  # it would wait for the device
-            return -1
+        group = one.pages[at].group
         if self._searches and group.num_slots <= MAX_SEARCHED_SLOTS:
             self._searches -= 1
-            kv = recorder.kv[group.index]
-            mine = [0, *(page.block for page in load.pages)]  # and where it came from, which may hold it still
-            mine.append(self._pages.find(self, load.pages[at])[1])
-            blocks = np.setdiff1d(kv.otherwise() // group.block_size, mine)
+            mine = [0, *(page.block for page in one.pages)]  # and where it came from, which may hold it still
+            mine.append(self._pages.find(self, one.pages[at])[1])
+            blocks = np.setdiff1d(self._recorder.kv[group.index].otherwise() // group.block_size, mine)
             # What another load has brought is not this one's.
-            others = [b for b in blocks.tolist() if self._right.get((group.index, b)) != load.there[at]]
-            found = self.hash_here([Page(group, block, "") for block in others]) == load.there[at]
+            others = [b for b in blocks.tolist() if self._right.get((group.index, b)) != one.there[at]]
+            found = self.hash_here([Page(group, block, "") for block in others]) == one.there[at]
             if found.any():
                 return int(others[int(found.argmax())]) * group.block_size
         return -1
@@ -383,8 +355,3 @@ class ConnectorCopies:
             if whole:
                 slots = runs_to_slots(src, count), runs_to_slots(dst, count)
                 self._layout.kv.copied(group, *slots, src_tier=src_tier, dst_tier=dst_tier)
-
-
-def _rows(layer: Any, blocks: list[int]) -> Bytes:
-    rows = layer[blocks]
-    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(blocks), -1)

@@ -15,12 +15,13 @@ from typing import Any, Final
 import numpy as np
 
 from .....kernels.constants import UNKNOWN_TOKEN
-from ....capture.host_arrays import end_hashes
+from .....kernels.ops.end_hash.reference import end_hashes
 from ....trace.header import NotWatched
 from ...common.hooking import Finish
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest
-from .copies import LATE_STEPS, MAX_ENDED, Bytes, ConnectorCopies, ExternalSlots, Page, as_bytes
+from .copies import LATE_STEPS, MAX_ENDED, ConnectorCopies, ExternalSlots
+from .ends import Bytes, Page, as_bytes
 
 MAX_BLOCKS: Final = 1024  # that were loaded, and are looked at again
 

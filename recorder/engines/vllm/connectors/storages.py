@@ -8,7 +8,8 @@ import numpy as np
 
 from ...common.hooking import Finish
 from ..layout import VllmGroup, VllmLayout
-from .copies import Bytes, ConnectorCopies, LoadJob, Page, Storage, as_bytes
+from .copies import ConnectorCopies, LoadJob
+from .ends import Bytes, Page, Storage, as_bytes
 from .landed import LandedBlocks
 
 
@@ -68,7 +69,7 @@ class StepStorage:
         failed = set(getattr(self._terms, "failed", tuple)())
         kept = [i for i, page in enumerate(load.pages) if page.block not in failed]
         if kept:
-            copies.end_load(LoadJob(load.name, [load.pages[i] for i in kept], load.there[kept], load.before[kept]))
+            copies.end_load(load.of(kept))
 
     def _named(self, what: str) -> dict[str, list[Page]]:
         metadata, found = getattr(self._connector, "_connector_metadata", None), dict[str, list[Page]]()
@@ -154,8 +155,9 @@ class OffloadedBlocks:
         self._refs = dict(zip(gids, handler.layer_refs_per_group, strict=True))
         self._here = [as_bytes(tensor) for tensor in handler.src_tensors]
         self._there = [as_bytes(tensor) for tensor in handler.dst_tensors]
-        self._each = int(handler.dst_blocks_per_chunk)  # blocks of a chunk
-        self.num_pages = int(handler.dst_tensors[0].shape[0]) * self._each
+        self.each = int(handler.dst_blocks_per_chunk)  # blocks of a chunk
+        self._handler = handler
+        self.num_pages = int(handler.dst_tensors[0].shape[0]) * self.each
         self._jobs: dict[int, list[Page] | LoadJob] = {}
 
     def attach(self, copies: ConnectorCopies) -> None:
@@ -187,20 +189,40 @@ class OffloadedBlocks:
         """Return a job's blocks with where each lies elsewhere: a chunk, and the place in it."""
         pages, blocks, chunks = [], here.block_ids.tolist(), there.block_ids.tolist()
         for group, size, first in zip(self._groups, here.group_sizes, here.block_indices, strict=True):
-            skip = first % self._each
+            skip = first % self.each
             if group is not None:
-                places = (divmod(skip + n, self._each) for n in range(size))
+                places = (divmod(skip + n, self.each) for n in range(size))
                 pages += [
                     Page(group, block, (chunks[chunk], place))
                     for block, (chunk, place) in zip(blocks, places, strict=False)
                 ]
-            blocks, chunks = blocks[size:], chunks[-(-(skip + size) // self._each) if size else 0 :]
+            blocks, chunks = blocks[size:], chunks[-(-(skip + size) // self.each) if size else 0 :]
         return [page for page in pages if page.block]
 
     def layers_here(self, group: VllmGroup) -> Sequence[Any]:
         """Return the parts of the cache that a block of the group is copied from."""
         parts = [self._here[ref.tensor_idx] for ref in self._refs[group.gid]]
         return () if any(part is None for part in parts) else parts
+
+    def rows_here(self, group: VllmGroup) -> Sequence[Any]:
+        """As `RowStorage` says: nothing if what lies elsewhere is laid out otherwise, or cannot be read by the device."""
+        region = getattr(self._worker, "_mmap_region", None)
+        plain = getattr(self._handler, "_canonical_copy_plans", None) is None
+        pinned = region.is_pinned if region is not None else all(part.is_pinned() for part in self._handler.dst_tensors)
+        return self._rows(self._handler.src_tensors, group) if plain and pinned else ()
+
+    def rows_there(self, group: VllmGroup) -> Sequence[Any]:
+        """As `RowStorage` says."""
+        return self._rows(self._handler.dst_tensors, group)
+
+    def _rows(self, tensors: Sequence[Any], group: VllmGroup) -> Sequence[Any]:
+        return [tensors[ref.tensor_idx] for ref in self._refs[group.gid]]
+
+    def row_there(self, page: Page) -> tuple[int, int]:
+        """As `RowStorage` says."""
+        key: Any = page.key
+        chunk, place = key
+        return int(chunk), int(place)
 
     def there(self, page: Page) -> Sequence[Bytes] | None:
         """Return a block's place in its chunk, in the host's memory."""
@@ -209,7 +231,7 @@ class OffloadedBlocks:
         found = []
         for ref in self._refs[page.group.gid]:
             row = self._there[ref.tensor_idx][chunk]
-            size = row.shape[0] // self._each
+            size = row.shape[0] // self.each
             found.append(row[place * size : (place + 1) * size].view(np.uint8))
         return found
 

@@ -13,6 +13,14 @@ def install_faults() -> None:
     fault = os.environ.get("CONFORMANCE_FAULT")
     if not fault:
         return
+    from connector_faults import EXPECTED
+
+    if fault in EXPECTED:
+        from faults import mark_all
+        from offload_faults import install
+
+        install(fault, mark_all)
+        return
     from vllm.v1.worker.gpu import block_table, model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

@@ -64,6 +64,15 @@ def engine_of(run: dict, **more: object) -> object:
         model = MODELS / ("eagle" if run["draft"] == "eagle" else run["model"])
         drafts = {"method": run["draft"], "model": str(model), "num_speculative_tokens": 3}
         options |= {"speculative_config": drafts, "max_num_batched_tokens": 64}
+    if run["connector"]:
+        from vllm.config import KVTransferConfig
+
+        extra = {"cpu_bytes_to_use": 1 << 27, "shared_storage_path": run["stored"]}
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=run["connector"], kv_role="kv_both", kv_connector_extra_config=extra
+        )
+    if run["connector"] == "ExampleConnector":  # which takes whole prompts
+        options |= {"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False}
     if run["attention"]:
         options["attention_config"] = {"backend": run["attention"]}
     arguments = {
@@ -92,7 +101,7 @@ def generate(run: dict, folder: Path) -> None:
     from vllm import SamplingParams
 
     install_faults()
-    llm = engine_of(run)
+    llm = engine_of(run | {"stored": str(folder / "stored")})
     rng = random.Random(1)
 
     def tokens(count: int) -> list[int]:
@@ -102,7 +111,9 @@ def generate(run: dict, folder: Path) -> None:
     prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 60)) for i in range(8)]
     late = [prompts[0] + tokens(4), tokens(9), shared[:34], prompts[2], tokens(6) * 6]
     outputs = []
-    for batch in (prompts, late):  # the late ones hit the prefix cache
+    for number, batch in enumerate((prompts, late + prompts if run["loads"] else late)):
+        if number and run["loads"]:  # else the late ones hit the prefix cache
+            llm.reset_prefix_cache()
         sampling = [
             SamplingParams(max_tokens=rng.randrange(16, 25), temperature=0, ignore_eos=True, detokenize=False)
             for _ in batch

@@ -18,6 +18,8 @@ class GpuRun:
     ngram: bool = False
     draft: str = ""  # how a draft model drafts
     attention: str = ""
+    connector: str = ""  # which may load the prompts of the second batch; `loads`: these come without one, too
+    loads: bool = False
     spawned: bool = False  # the engine core in a process of its own
     sweep: int = 0
     history: str = "auto"
@@ -33,6 +35,10 @@ class GpuRun:
 FULL, BOTH = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
 FAULTS = ("block_table", "slot_mapping", "token", "position", "kv_byte")
 DRAFT_FAULTS = ("draft_position", "draft_seq_lens", "draft_slot_mapping", "draft_table", "draft_token")
+LOAD_FAULTS = (
+    *("store_wrong", "store_twice", "key_collides", "load_elsewhere", "load_other_block", "load_layout", "load_late"),
+    "load_missing",
+)
 SHAPES: dict[str, dict] = {
     "eager": {},
     "graphs": {"graph": FULL},
@@ -65,7 +71,24 @@ def _runs() -> tuple[GpuRun, ...]:
                 found.append(GpuRun(name=name, base="none", runner=runner, fault=fault, seed=number, **SHAPES[shape]))
     # n-gram drafts run on the V1 runner; what they accept changes nothing of the tokens.
     found.append(GpuRun(name="v1-ngram", base=PLAIN["llama"], runner="v1", asynchronous=False, ngram=True))
-    return (*found, *_drafts(), *_recurrent())
+    return (*found, *_drafts(), *_recurrent(), *_loads())
+
+
+def _loads() -> tuple[GpuRun, ...]:
+    """Return the runs in which K and V go to the host, or to files, and come back."""
+    found = [GpuRun(name="v1-plain-loads", runner="v1", loads=True)]
+    offloads = {"loads": True, "connector": "OffloadingConnector"}
+    for runner in ("v1", "v2"):
+        given = offloads | {"runner": runner}
+        for shape in ("eager", "graphs", "graphs-few-blocks", "graphs-sweeps"):
+            found.append(GpuRun(name=f"{runner}-offloads-{shape}", base="v1-plain-loads", **SHAPES[shape], **given))
+        found.append(GpuRun(name=f"{runner}-offloads-hybrid", base="none", model="hybrid", **given))
+        files = {"connector": "ExampleConnector", "loads": True, "runner": runner}
+        found.append(GpuRun(name=f"{runner}-files", base="none", **files))
+        for number, fault in enumerate(LOAD_FAULTS, 2):
+            name = f"{runner}-offloads-{fault}"
+            found.append(GpuRun(name=name, base="none", fault=fault, seed=number, **SHAPES["graphs"], **given))
+    return tuple(found)
 
 
 def _recurrent() -> tuple[GpuRun, ...]:

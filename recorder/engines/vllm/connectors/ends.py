@@ -1,0 +1,233 @@
+"""What lies at both ends of what a KV connector copies: hashes of blocks, in the host's memory at once, on a device without waiting.
+
+On the host all of a block's bytes are read. On a device, which reads the pinned memory that blocks are copied to as well, up to
+4096 bytes of each layer, in pieces that lie evenly apart; a hash is there once the recorder's thread asks for it.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .....kernels.arrays import Int64Array
+from .....kernels.ops.end_hash.reference import MOST_WORDS, end_hashes, mixed, part_words
+from ....capture.device.host_copy import HostCopy
+from ..layout import VllmGroup, VllmLayout
+
+if TYPE_CHECKING:
+    from .copies import ConnectorCopies
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_HASHED_BYTES: Final = 64 << 20  # at one end of one job's blocks
+MAX_LOOKED_AT: Final = 8 << 20  # the same of a device's
+
+
+class Page(NamedTuple):
+    """A block of a group, and the `key` under which its content lies elsewhere."""
+
+    group: VllmGroup
+    block: int
+    key: Hashable
+
+
+class Storage(Protocol):
+    """What is known of a connector: `num_pages` is how many blocks of a group it can hold, 0 if that is not known."""
+
+    num_pages: int
+
+    def attach(self, copies: "ConnectorCopies") -> None:
+        """Have the connector's saves and loads reported to `copies`."""
+
+    def layers_here(self, group: VllmGroup) -> Sequence[Any]:
+        """Return the group's layers as arrays `[num_blocks, ...]` with the bytes that are stored of each block; or nothing."""
+
+    def there(self, page: Page) -> Sequence[Bytes] | None:
+        """Return what lies elsewhere of a page, an array for each of `layers_here`; None if that cannot be read."""
+
+
+class RowStorage(Protocol):
+    """A storage whose blocks are rows of tensors on the device, and parts of rows in pinned memory: `each` a row."""
+
+    each: int
+
+    def rows_here(self, group: VllmGroup) -> Sequence[Any]:
+        """Return the group's layers as tensors `[num_blocks, bytes]` with the bytes that are stored of each block; or nothing."""
+
+    def rows_there(self, group: VllmGroup) -> Sequence[Any]:
+        """Return what they are copied to, `[rows, bytes]`."""
+
+    def row_there(self, page: Page) -> tuple[int, int]:
+        """Return the row of a page there, and its place in it."""
+
+
+class Look(Protocol):
+    """Hashes of what lay somewhere when it was looked at, `[n]`, 0 for what was not read."""
+
+    def read(self) -> Int64Array:
+        """Return them; of a device by the recorder's thread, which may wait for them."""
+
+    def of(self, kept: Sequence[int]) -> "Look":
+        """Return some of them."""
+
+
+class Known(NamedTuple):
+    """Hashes that are there already."""
+
+    values: Int64Array
+
+    def read(self) -> Int64Array:
+        """Return them."""
+        return self.values
+
+    def of(self, kept: Sequence[int]) -> Look:
+        """Return some of them."""
+        return Known(self.values[list(kept)])
+
+
+class Sums:
+    """Hashes of `n` pages that a device adds up: `parts` are places among them and their two sums."""
+
+    def __init__(self, n: int, parts: list[tuple[list[int], HostCopy]]) -> None:
+        self._parts = parts
+        self._values = np.zeros(n, np.int64)
+
+    def read(self) -> Int64Array:
+        """Return them; waits until they are there."""
+        parts, self._parts = self._parts, []
+        for at, sums in parts:
+            self._values[at] = mixed(*sums.read().reshape(2, -1))
+        return self._values
+
+    def of(self, kept: Sequence[int]) -> Look:
+        """Return some of them."""
+        return Some(self, tuple(kept))
+
+
+class Some(NamedTuple):
+    """Some of the hashes of a look."""
+
+    look: Look
+    kept: tuple[int, ...]
+
+    def read(self) -> Int64Array:
+        """Return them."""
+        return self.look.read()[list(self.kept)]
+
+    def of(self, kept: Sequence[int]) -> Look:
+        """Return some of them."""
+        return Some(self.look, tuple(self.kept[i] for i in kept))
+
+
+class HostEnds:
+    """Looks at blocks in the host's memory."""
+
+    def __init__(self, storage: Storage, layout: VllmLayout) -> None:
+        self._storage = storage
+        self._layout = layout
+
+    def here(self, pages: Sequence[Page]) -> Look:
+        """Look at what lies in each block now."""
+
+        def read(group: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
+            layers, blocks = self._storage.layers_here(group), [page.block for page in mine]
+            return [_rows(layer, blocks) for layer in layers] if layers else None
+
+        return self._hashes(pages, read)
+
+    def there(self, pages: Sequence[Page]) -> Look:
+        """Look at what lies elsewhere now."""
+
+        def read(_: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
+            found = [self._storage.there(page) for page in mine]
+            whole = [one for one in found if one is not None]
+            if len(whole) < len(found):
+                return None
+            return [np.stack(parts) for parts in zip(*whole, strict=True)]
+
+        return self._hashes(pages, read)
+
+    def _hashes(self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Sequence[Bytes] | None]) -> Look:
+        found = np.zeros(len(pages), np.int64)
+        for group, at in by_group(pages, self._layout):
+            layers = self._storage.layers_here(group)
+            size = sum(int(layer[0].nbytes) for layer in layers)
+            if layers and size * len(at) <= MAX_HASHED_BYTES:
+                parts = read(group, [pages[i] for i in at])
+                if parts:
+                    found[at] = end_hashes(parts)
+        return Known(found)
+
+
+class DeviceEnds:
+    """Looks at blocks on a device, and at the rows of pinned memory that they are copied to."""
+
+    def __init__(self, storage: Storage, layout: VllmLayout) -> None:
+        self._storage: Any = storage
+        self._layout = layout
+        self._rows = hasattr(storage, "rows_here")
+        # Of each end of a group, the words by which the device finds its parts; None if it cannot read them.
+        self._parts: dict[tuple[int, bool], Any] = {}
+
+    def here(self, pages: Sequence[Page]) -> Look:
+        """Look at what lies in each block when the current stream comes to this point."""
+        return self._look(pages, here=True, rows=[(page.block, 0) for page in pages])
+
+    def there(self, pages: Sequence[Page]) -> Look:
+        """Look at what lies elsewhere then."""
+        rows = [self._storage.row_there(page) if self._rows else (0, 0) for page in pages]
+        return self._look(pages, here=False, rows=rows)
+
+    def _look(self, pages: Sequence[Page], *, here: bool, rows: list[tuple[int, int]]) -> Look:
+        import torch
+
+        from .....kernels.ops.end_hash.triton import end_sums
+
+        found = []
+        for group, at in by_group(pages, self._layout) if self._rows else ():
+            parts = self._parts_of(group, here=here)
+            if parts is None or len(at) * parts.numel() * MOST_WORDS > MAX_LOOKED_AT:
+                continue
+            wanted = torch.tensor([rows[i] for i in at], dtype=torch.int64).T.contiguous()
+            wanted = wanted.pin_memory() if parts.device.type == "cuda" else wanted
+            found.append((at, HostCopy(end_sums(parts, wanted.to(parts.device, non_blocking=True)))))
+        return Sums(len(pages), found)
+
+    def _parts_of(self, group: VllmGroup, *, here: bool) -> Any:
+        place = group.index, here
+        if place not in self._parts:
+            import torch
+
+            ends, each = (self._storage.rows_here(group), self._storage.rows_there(group)), self._storage.each
+            alike = [each * part.shape[1] for part in ends[0]] == [part.shape[1] for part in ends[1]]
+            self._parts[place] = None
+            if ends[0] and alike:
+                try:
+                    words = part_words(ends[0]) if here else part_words(ends[1], each=each)
+                    self._parts[place] = torch.tensor(words, dtype=torch.int64).to(ends[0][0].device)
+                except ValueError:  # rows that are no words
+                    pass
+        return self._parts[place]
+
+
+def by_group(pages: Sequence[Page], layout: VllmLayout) -> list[tuple[VllmGroup, list[int]]]:
+    """Return the groups of pages, and the places of theirs."""
+    places = [
+        (group, [i for i, page in enumerate(pages) if page.group.index == group.index]) for group in layout.groups
+    ]
+    return [(group, at) for group, at in places if at]
+
+
+def as_bytes(tensor: Any) -> Any:
+    """Return a tensor of the host's memory as a numpy view of its elements' bits, None for one of a device's."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        return None
+    return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
+
+
+def _rows(layer: Any, blocks: list[int]) -> Bytes:
+    rows = layer[blocks]
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(blocks), -1)
