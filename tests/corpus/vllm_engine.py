@@ -63,6 +63,8 @@ SETUPS = {
     "llama-parts": ("llama", {"max_num_seqs": 3}),
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
+    "delta": ("qwen3_next", {"dtype": "bfloat16"}),
+    "delta-preempt": ("qwen3_next", {"dtype": "bfloat16", "num_gpu_blocks_override": 22}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
@@ -109,12 +111,12 @@ def generate(setup: str, folder: Path) -> None:
         "max_num_seqs": 6,
         "async_scheduling": False,
         "block_size": 32,
+        "dtype": "float32",
     }
     llm = LLM(
         model=str(CONFORMANCE / "models" / model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype="float32",
         enforce_eager=True,
         max_model_len=256,
         seed=1,
