@@ -64,7 +64,6 @@ SETUPS = {
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
     "delta": ("qwen3_next", {"dtype": "bfloat16"}),
-    "delta-preempt": ("qwen3_next", {"dtype": "bfloat16", "num_gpu_blocks_override": 22}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),

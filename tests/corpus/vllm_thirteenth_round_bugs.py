@@ -3,7 +3,7 @@
 from typing import Any
 
 from bugs import Fired, bug, replaces
-from vllm_marks import before_forward
+from vllm_marks import before_forward, reads
 
 
 def _states(runner: Any) -> tuple[int, list[str]]:
@@ -178,3 +178,93 @@ def forward_does_not_wait_for_a_layers_read(fired: Fired) -> None:
         while late:
             connector._load(late.pop())
         before(connector)
+
+
+@bug("vllm-project/vllm#50276", "mla", "kv_changed")
+def zeroed_with_a_stride_too_small(fired: Fired) -> None:
+    """Blocks that are given out are zeroed before they are used, and where one begins is worked out by the bytes of a page and not by what lies
+    between two of them. The nought goes over a block that somebody has."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    asked: list[int] = []
+    zeroed: set[int] = set()
+
+    @replaces(BlockPool, "get_new_blocks")
+    def get_new_blocks(before, pool, *args, **kwargs):
+        blocks = before(pool, *args, **kwargs)
+        asked.extend(block.block_id for block in blocks)
+        return blocks
+
+    def look(runner, output):
+        caches = [layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()]
+        for block in asked:
+            place = block * 3 // 4
+            if place and place not in asked:
+                for cache in caches:
+                    cache[place] = 0
+                zeroed.add(place)
+        zeroed.difference_update(asked)
+        asked.clear()
+        if reads(runner, output, zeroed):
+            fired()
+
+    before_forward(look)
+
+
+@bug("vllm-project/vllm#51595", "llama-loads-late", "read_before_landed")
+def first_of_two_connectors_says_that_it_is_done(fired: Fired) -> None:
+    """Two connectors load parts of a request beside the forwards, and that one has ended is passed on as it comes. The request goes on when the first
+    says so, and the second one's part has yet to land."""
+    import host_connector
+
+    early: set[str] = set()
+    late: set[str] = set()
+
+    @replaces(host_connector.HostConnector, "get_finished")
+    def get_finished(before, connector, finished):
+        for job in list(connector._under_way):
+            if job.left == 1 and job.name not in early and len(job.blocks) > 1:
+                half = len(job.blocks) // 2
+                early.add(job.name)
+                connector._under_way.append(host_connector.Job(job.name, job.blocks[half:], True, left=3))
+                job.blocks = job.blocks[:half]
+        sent, done = before(connector, finished)
+        left = {job.name for job in connector._under_way}
+        late.update(name for name in done or () if name in left)
+        return sent, {name for name in done or () if name in left or name not in early} or None
+
+    before_forward(lambda runner, output: late & set(output.num_scheduled_tokens) and fired())
+
+
+@bug("vllm-project/vllm#26385", "llama-async-preempt", "async_resume_wrong_input")
+def resumed_with_the_tokens_that_the_runner_knew(fired: Fired) -> None:
+    """A request is preempted while its last token is still on its way, and the runner is not told its tokens anew when it comes back. In the place of
+    that token it is fed what its row held there before."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    stale: dict[str, tuple[int, int]] = {}
+
+    @replaces(GPUModelRunner, "_update_states")
+    def _update_states(before, runner, output):
+        rows = runner.input_batch.token_ids_cpu.copy() if output.scheduled_cached_reqs.resumed_req_ids else None
+        made = before(runner, output)
+        for name in output.scheduled_cached_reqs.resumed_req_ids:
+            request = runner.requests[name]
+            if request.output_token_ids:
+                place = request.num_prompt_tokens + len(request.output_token_ids) - 1
+                stale[name] = (place, int(rows[runner.input_batch.req_id_to_index[name], place]))
+        return made
+
+    def look(runner, output):
+        batch = runner.input_batch
+        for name, (place, token) in list(stale.items()):
+            row = batch.req_id_to_index.get(name)
+            count = output.num_scheduled_tokens.get(name, 0)
+            first = 0 if row is None else int(batch.num_computed_tokens_cpu[row])
+            if row is not None and first <= place < first + count:
+                if int(batch.token_ids_cpu[row, place]) != token:
+                    batch.token_ids_cpu[row, place] = token
+                    fired()
+                del stale[name]
+
+    before_forward(look)
