@@ -90,3 +90,41 @@ def empty_entries_of_a_row_are_freed(fired: Fired) -> None:
             writers.extend((row, place) for place in range(prefix, end) if int(table[row, place]) == 0)
 
     _before_forward(look)
+
+
+@bug("sgl-project/sglang#24954", "recurrent", "state_restored_for_other_prefix")
+def prefixs_state_copied_a_forward_late(fired: Fired) -> None:
+    """The copy of a prefix's state into the slot of a request that hits it is put off to the next forward, and is not handed on to the one that the
+    request is in. That goes on from what the slot held, and the copy comes when it is over."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    late: list = []
+    copying: list[int] = []
+
+    @replaces(HybridReqToTokenPool, "copy_mamba_state")
+    def copy_mamba_state(before, pool, source, target):
+        copying.append(1)
+        before(pool, source, target)
+        copying.pop()
+
+    @replaces(MambaPool, "copy_from")
+    def copy_from(before, pool, source, target):
+        if copying:
+            late.append((pool, source.clone(), target.clone()))
+        else:
+            before(pool, source, target)
+
+    @replaces(ModelRunner, "forward")
+    def forward(before, runner, batch, *args, **kwargs):
+        slots = runner.req_to_token_pool.req_index_to_mamba_index_mapping[batch.req_pool_indices].tolist()
+        if set(slots) & {slot for *_, target in late for slot in target.tolist()}:
+            fired()
+        done = before(runner, batch, *args, **kwargs)
+        while late:
+            pool, source, target = late.pop(0)
+            for part in pool.mamba_cache.conv:
+                part[:, target] = part[:, source]
+            if pool.mamba_cache.temporal.numel():
+                pool.mamba_cache.temporal[:, target] = pool.mamba_cache.temporal[:, source]
+        return done
