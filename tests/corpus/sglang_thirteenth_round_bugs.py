@@ -18,6 +18,8 @@ def chunks_state_kept_before_it_was_computed(fired: Fired) -> None:
     wrong: set[int] = set()
 
     def look(runner, batch, rows):
+        if batch.mamba_cow_src_indices is not None and wrong & set(batch.mamba_cow_src_indices.tolist()):
+            fired()
         cache = runner.req_to_token_pool.mamba_pool.mamba_cache
         began[:] = [[part.clone() for part in cache.conv], cache.temporal.clone()]
 
@@ -31,8 +33,6 @@ def chunks_state_kept_before_it_was_computed(fired: Fired) -> None:
 
     @replaces(MambaPool, "copy_from")
     def copy_from(before, pool, source, target):
-        if wrong & set(source.tolist()):
-            fired()
         before(pool, source, target)
         if stashing and began:
             wrong.update(target.tolist())
@@ -117,8 +117,7 @@ def prefixs_state_copied_a_forward_late(fired: Fired) -> None:
 
     @replaces(ModelRunner, "forward")
     def forward(before, runner, batch, *args, **kwargs):
-        slots = runner.req_to_token_pool.req_index_to_mamba_index_mapping[batch.req_pool_indices].tolist()
-        if set(slots) & {slot for *_, target in late for slot in target.tolist()}:
+        if batch.mamba_cow_dst_indices is not None and len(batch.mamba_cow_dst_indices):
             fired()
         done = before(runner, batch, *args, **kwargs)
         while late:
