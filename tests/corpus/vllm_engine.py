@@ -57,6 +57,10 @@ SETUPS = {
             "max_num_seqs": 3,
         },
     ),
+    "llama-loads-alone": (
+        "llama",
+        {"kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}}},
+    ),
     "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
@@ -142,6 +146,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-loads-two":  # that have nothing in common and come again together
         prompts[1], prompts[3] = tokens(70), tokens(75)
         batches = [prompts, [prompts[1] + tokens(3), prompts[3] + tokens(5), *again]]
+    if setup == "llama-loads-alone":  # one that waits for its load while nothing else runs
+        prompts[1] = tokens(70)
+        batches = [prompts, [prompts[1] + tokens(3)], again]
     if setup == "llama-eagle-parts":  # that go apart right behind a block
         batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block

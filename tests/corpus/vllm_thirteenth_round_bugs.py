@@ -315,3 +315,24 @@ def pieces_reach_into_the_next_block(fired: Fired) -> None:
             fired()
 
     before_forward(lambda runner, output: reads(runner, output, damaged) and fired())
+
+
+@bug("vllm-project/vllm#43059", "llama-loads-alone", "failed_load_counted_loaded")
+def load_of_a_step_without_a_forward_is_passed_over(fired: Fired) -> None:
+    """A connector loads nothing where there is no attention to run, and a step in which all requests wait for their loads has none. It says that it is
+    done all the same, and the requests go on from blocks that nobody filled."""
+    import host_connector
+
+    missed: set[str] = set()
+
+    @replaces(host_connector.HostConnector, "start_load_kv")
+    def start_load_kv(before, connector, forward_context, **kwargs):
+        jobs = connector._get_connector_metadata().loads
+        if forward_context.attn_metadata is not None or not jobs:
+            before(connector, forward_context, **kwargs)
+            return
+        for job in jobs:
+            missed.add(job.name)
+            connector._under_way.append(host_connector.Job(job.name, [], True))
+
+    before_forward(lambda runner, output: missed & set(output.num_scheduled_tokens) and fired())
