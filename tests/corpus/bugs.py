@@ -21,6 +21,7 @@ ROUNDS = (
     "tenth_round",
     "eleventh_round",
     "twelfth_round",
+    "thirteenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -28,6 +28,7 @@ SETUPS = {
     "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
     "hybrid-turns": ("mellum_hybrid", 1, 512, False, 4, False),
     "recurrent": ("lfm2", 1, 512, False, 4, False),
+    "recurrent-chunks": ("lfm2", 1, 512, False, 4, False),
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
     "llama-no-tree": ("llama", 1, 160, False, 3, False),
@@ -92,9 +93,13 @@ def generate(setup: str, folder: Path) -> None:
     prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
     if setup == "llama-page16":  # short ones, one at a time
         prompts.append(tokens(7))
+    if setup == "recurrent-chunks":  # of two chunks, alone in a batch
+        prompts = [tokens(50)]
     if setup == "llama-twins":  # asked at the same time
         prompts[:2] = [prompts[1][:12]] * 2
-    again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2], prompts[1] + tokens(3)]
+    again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2 % len(prompts)], prompts[1 % len(prompts)] + tokens(3)]
+    if setup == "recurrent-chunks":  # that go on behind the first chunk
+        again = [prompts[0][:32] + tokens(9), tokens(20)]
     outputs = []
     for number, batch in enumerate((prompts, again)):
         if number and setup == "llama-weights":

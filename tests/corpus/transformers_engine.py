@@ -72,7 +72,7 @@ def generate(setup: str, folder: Path) -> None:
             kept = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
             offloading_manager.torch = SimpleNamespace(**{**kept, "empty": unpinned})
             batching["cpu_offload_space"] = 0.01
-    model = gemma3() if setup.startswith("hybrid") else qwen3() if "qwen" in setup else llama()
+    model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)
     (folder / "tokens.json").write_text(json.dumps(answers))

@@ -57,12 +57,17 @@ SETUPS = {
             "max_num_seqs": 3,
         },
     ),
+    "llama-loads-alone": (
+        "llama",
+        {"kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}}},
+    ),
     "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
+    "delta": ("qwen3_next", {"dtype": "bfloat16"}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
@@ -109,12 +114,12 @@ def generate(setup: str, folder: Path) -> None:
         "max_num_seqs": 6,
         "async_scheduling": False,
         "block_size": 32,
+        "dtype": "float32",
     }
     llm = LLM(
         model=str(CONFORMANCE / "models" / model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype="float32",
         enforce_eager=True,
         max_model_len=256,
         seed=1,
@@ -141,6 +146,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-loads-two":  # that have nothing in common and come again together
         prompts[1], prompts[3] = tokens(70), tokens(75)
         batches = [prompts, [prompts[1] + tokens(3), prompts[3] + tokens(5), *again]]
+    if setup == "llama-loads-alone":  # one that waits for its load while nothing else runs
+        prompts[1] = tokens(70)
+        batches = [prompts, [prompts[1] + tokens(3)], again]
     if setup == "llama-eagle-parts":  # that go apart right behind a block
         batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
