@@ -121,6 +121,7 @@ ROUND_NOTES = (
             "read in the second (set behind the count)."
         ),
     ),
+    ("f9ceaca", ""),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right
