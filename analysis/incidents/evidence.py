@@ -22,6 +22,7 @@ from .observed import (
     skipped,
     twice_in_batch,
     went_elsewhere,
+    wrote_to_padding,
 )
 
 # No kind is said with this or more that another one could be as well.
@@ -218,6 +219,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         }
         gone = Likely("allocation", lost.get(seen.held, ("swa_window_off_by_one",)))
         return gone if missing else Likely("table", ("stale_swa_mapping",))
+    if wrote_to_padding(cluster) is not None:
+        return Likely("allocation", ("page_given_twice", "double_free"))
     given, remapped = cluster.last(sign, "alloc"), cluster.last(sign, "remapped")
     if remapped is not None and (given is None or remapped.event > given.event):
         return Likely("table", ("stale_swa_mapping",))

@@ -152,6 +152,10 @@ class Facts:
         ended, prefix = (of.get((event, request_id), 0) for of in (self.ahead, self.prefixes))
         return 0 < ended <= position < prefix and not self.loads.get(request_id)
 
+    def retractions(self, request_id: int) -> list[Status]:
+        """Return when a request was put back."""
+        return [s for s in self.statuses.get(request_id, ()) if s.status == "retracted"]
+
     def retracted_before(self, request_id: int, event: int) -> bool:
         """Whether a request had been put back, and was taken up again, before an event."""
-        return any(s.event < event and s.status == "retracted" for s in self.statuses.get(request_id, ()))
+        return any(s.event < event for s in self.retractions(request_id))

@@ -49,9 +49,25 @@ def _named_anew(cluster: Cluster, sign: Sign, other: Sign) -> bool:
 
 
 def skipped(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either."""
+    """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either.
+
+    What it had computed before it was put back is not left out, but counted.
+    """
     told = sign.runner == 0 and (cluster.complete or sign.mode == "decode")  # a chunk may be matched anew
+    ended = cluster.facts.ahead.get((sign.event, sign.request_id), -1)
+    own = cluster.facts.wrote_before(sign.request_id, ended, sign.event)
+    if own is not None and any(own[0] < s.event < sign.event for s in cluster.facts.retractions(sign.request_id)):
+        return False
     return told and cluster.facts.left_out(sign.request_id, sign.position, sign.event) and not cluster.joined(sign)
+
+
+def wrote_to_padding(cluster: Cluster) -> tuple[Sign, int] | None:
+    """Return who reads the padding slot where it wrote a token of its own, by its row, and the event of that; None for nobody."""
+    for sign in cluster.head:
+        own = cluster.wrote(sign) if sign.kind == "padding_slot_read" else None
+        if own is not None and own[1] == 0:
+            return sign, own[0]
+    return None
 
 
 def lost_all(cluster: Cluster, sign: Sign) -> bool:

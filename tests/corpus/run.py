@@ -121,7 +121,10 @@ ROUND_NOTES = (
             "read in the second (set behind the count)."
         ),
     ),
-    ("f9ceaca", ""),
+    (
+        "f9ceaca",
+        "One more never took effect: what it damaged was written anew before anybody read it, as was seen behind the count (found clean).",
+    ),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

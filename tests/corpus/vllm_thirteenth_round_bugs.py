@@ -270,53 +270,6 @@ def resumed_with_the_tokens_that_the_runner_knew(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug(
-    "dingodb/DingoCache#234",
-    "llama-loads",
-    "kv_changed",
-    "load_landed_elsewhere",
-    "transfer_wrong_stride",
-    origin="DingoCache",
-)
-def pieces_reach_into_the_next_block(fired: Fired) -> None:
-    """How long a layer's piece of a block is was worked out from the page that all share, and each piece reaches into the block behind. What stood there
-    when it was stored is stored with it, and the load puts it over the head of the block behind its own."""
-    import host_connector
-    from vllm.v1.core.block_pool import BlockPool
-
-    head = 3
-    behind: dict = {}
-    damaged: set[int] = set()
-
-    @replaces(BlockPool, "get_new_blocks")
-    def get_new_blocks(before, pool, *args, **kwargs):
-        blocks = before(pool, *args, **kwargs)
-        damaged.difference_update(block.block_id for block in blocks)
-        return blocks
-
-    @replaces(host_connector.HostConnector, "wait_for_save")
-    def wait_for_save(before, connector):
-        before(connector)
-        for job in connector._get_connector_metadata().stores:
-            for gid, block, key in job.blocks:
-                for name in connector._groups[gid].layer_names:
-                    if block + 1 < len(connector._caches[name]):
-                        behind[name, key] = connector._caches[name][block + 1][:, :head].clone()
-
-    @replaces(host_connector.HostConnector, "_load")
-    def _load(before, connector, job):
-        before(connector, job)
-        for gid, block, key in job.blocks:
-            for name in connector._groups[gid].layer_names:
-                if (name, key) in behind and block + 1 < len(connector._caches[name]):
-                    connector._caches[name][block + 1][:, :head] = behind[name, key]
-                    damaged.add(block + 1)
-        if damaged & {block for _, block, _ in job.blocks}:
-            fired()
-
-    before_forward(lambda runner, output: reads(runner, output, damaged) and fired())
-
-
 @bug("vllm-project/vllm#43059", "llama-loads-alone", "failed_load_counted_loaded")
 def load_of_a_step_without_a_forward_is_passed_over(fired: Fired) -> None:
     """A connector loads nothing where there is no attention to run, and a step in which all requests wait for their loads has none. It says that it is

@@ -3,6 +3,7 @@
 from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
 from ..evidence import POSSIBLE, REMAINS
 from ..facts import Fact
+from ..observed import wrote_to_padding
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
 _EVICTED = ("read_after_free", "read_of_foreign_slot", "hit_never_written", "foreign_slot_freed", "hit_differs")
@@ -36,6 +37,12 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
         if later.bits & CONTENT and own is not None and own[1] == later.slot:
             said = f"{later.place} stands in the row of {later.reader} for two positions, both written in {cluster.first.when}: it was "
             return cluster.diagnosis(0.96, said + "given to it twice", later, own[0], cause=own[0])
+    padding = wrote_to_padding(cluster)
+    if padding is not None:
+        read, event = padding
+        said = f"slot 0 of group {read.group}, which is kept for padding, stands in the row of {read.reader}, which wrote its own token "
+        said += f"for position {read.position} there in event {event}: it was given out; read in {read.when}"
+        return cluster.diagnosis(0.9, said, read, event, cause=event)
     for other in cluster.head:
         taken = two_owners(cluster, other)
         if taken is not None:
