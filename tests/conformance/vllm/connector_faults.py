@@ -24,6 +24,14 @@ EXPECTED_UNKNOWN = {
     "load_late": {"read_before_landed"},
     "load_missing": {"failed_load_counted_loaded"},
 }
+# The same on a GPU: nobody searches there for where a load has landed, or looks again for what lands late, and what one of two
+# stores leaves may be seen while the other is at it.
+EXPECTED_ON_GPU = EXPECTED | {
+    "store_twice": {"host_copy_overwritten", "stored_wrong"},
+    "load_elsewhere": {"failed_load_counted_loaded"},
+    "load_other_block": {"load_landed_elsewhere", "load_of_other_prefix"},
+    "load_late": {"failed_load_counted_loaded"},
+}
 
 
 def install(fault, mark) -> None:

@@ -193,6 +193,20 @@ def test_bytes_that_were_received_are_watched(engine):
     assert device[-1]["kv_changes"] == host[-1]["kv_changes"]
 
 
+def test_of_what_nobody_has_read_nothing_is_known(engine):
+    write(engine, 0, 3)
+    group = {"group": 0, "slots": [1, 2, 500], "direction": "receive", "room": -1}
+    for status in ("start", "end"):
+        engine.host.transfer(status, read=False, **group)
+        engine.device.transfer_unread(status, **group)
+    engine.pools[0, 1][1, 3] ^= 1
+    engine.pools[0, 1][3, 3] ^= 1
+    write(engine, 3, 1)
+    host, device = engine.close()
+    assert [change[:2] for change in device[-1]["kv_changes"]] == [(1, 3)]
+    assert host == device
+
+
 def test_a_copy_is_no_change_that_nobody_wrote(engine):
     write(engine, 0, 3)
     copied = {"group": 0, "src": [2], "dst": [20], "count": [2]}

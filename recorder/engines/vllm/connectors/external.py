@@ -287,7 +287,9 @@ def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list
                 "slots": "what it loads and did not store in this recording is unknown until a forward writes the slot"
             }
             if on_gpu:
-                reasons["other"] = "the bytes that it copies are not compared, since that would wait for the device"
+                looked = hasattr(member.storage, "rows_here")
+                said = "on a GPU up to 4096 bytes of each layer's part of a block are compared, if its memory is pinned"
+                reasons["other"] = said if looked else "the bytes that it copies are not compared on a GPU"
         else:
             reasons = {"other": "what it stores elsewhere is not compared"}
             if connector_of(config):
