@@ -43,7 +43,7 @@ def pair(folder: Path, *, spoil: str = "", decode_first: bool = False):
         decode.transfer("failed", "receive", RECEIVED)
         prefill.transfer("failed", "send", SENT)
     else:
-        decode.transfer("end", "receive", short)
+        decode.transfer("end", "receive", short, read=spoil != "unread")
         prefill.transfer("end", "send", SENT)
     if spoil == "after":
         decode.kv[0][31, 0] ^= 0xFF
@@ -218,6 +218,14 @@ def test_fewer_slots_than_were_sent(tmp_path):
     assert "received 4 slots where" in rows["decode"][kinds.index("transfer_differs")]["detail"]
 
 
+def test_of_what_nobody_has_read_nothing_is_known(tmp_path):
+    summaries, rows = judge(pair(tmp_path, spoil="unread"), tmp_path)
+    assert summaries["prefill"].verdict is Verdict.CLEAN and rows == {"prefill": [], "decode": []}
+    decode = summaries["decode"]
+    assert decode.verdict is Verdict.INCONCLUSIVE and not decode.violations
+    assert (decode.transfers_received, decode.transfers_unmatched, decode.unknown_entries) == (1, 1, 2 * 5)
+
+
 def test_a_failed_transfer_is_no_transfer(tmp_path):
     summaries, rows = judge(pair(tmp_path, spoil="failed"), tmp_path)
     assert rows == {"prefill": [], "decode": []}
@@ -278,7 +286,7 @@ GOOD = {"slot_group": [0, 0], "slot_start": [1, 9], "slot_count": [2, 1], "prefi
         ({}, {"slot_count": [2, -1]}, "a run of -1 slots from 9 leaves group 0"),
         ({}, {"slot_count": [2, 1 << 62]}, "slots from 9 leaves group 0"),
         ({}, {"slot_start": [0] * 40, "slot_count": [SLOTS] * 40, "slot_group": [0] * 40}, "more slots than group 0"),
-        ({}, {}, "kv_bytes has 0 bytes, expected 96"),
+        ({}, {"kv_bytes": [7]}, "kv_bytes has 1 bytes, expected 96"),
         (
             {"mode": "send"},
             {"kv_change_stream": [9], "kv_change_slot": [1], "kv_change_phase": [1]},
@@ -292,7 +300,8 @@ def test_hostile_transfers_are_left_out_and_said(scalars, ints, what, tmp_path):
     event = TraceEvent(
         kind="transfer",
         scalars={"status": "end", "mode": "receive", "room": 5, **scalars},
-        ints={name: np.array(values, np.int64) for name, values in {**GOOD, **ints}.items()},
+        ints={name: np.array(values, np.int64) for name, values in {**GOOD, **ints}.items() if name != "kv_bytes"},
+        bytes={"kv_bytes": np.array(ints["kv_bytes"], np.uint8)} if "kv_bytes" in ints else {},
     )
     path = tmp_path / "t.arrow"
     write_in_batches(path, side.header, [event], flush_every=10)
