@@ -25,17 +25,13 @@ from ...capture.host_arrays import CopyEnds, own_int64
 from ...capture.recorder import Recorder
 from ...errors import error_text
 from ...trace.schema import RECEIVE, TIER_HOST, TIER_POOL
+from ..common.copy_bounds import LATE_STEPS, MAX_HASHED_BYTES, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
 from ..common.hooking import Around, Finish, Hook, around, beside
 from .history import GroupHistory
 from .layout import POOLS, host_pool
 
 logger = logging.getLogger("kvcanary")
 
-MAX_HASHED_BYTES: Final = 64 << 20  # at one end of what is copied in one go
-LATE_STEPS: Final = 16  # in which pages are read again that had not landed when their forward began
-MAX_LATE: Final = 64  # pages that are waited for at a time
-SEARCHES: Final = 16  # for where a load landed instead, in a recording
-MAX_SEARCHED_SLOTS: Final = 1 << 20
 
 # The pools on the host whose layouts are known, by their very classes: of which pool's halves they hold copies.
 HOST_POOLS: Final = {"MHATokenToKVPoolHost": "MHATokenToKVPool", "MLATokenToKVPoolHost": "MLATokenToKVPool"}

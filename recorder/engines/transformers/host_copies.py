@@ -6,7 +6,7 @@ that reads it begins. What has not landed by then is looked at again behind that
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,8 @@ from ....kernels.ops.end_hash.reference import end_hashes
 from ...capture.host_arrays import CopyEnds
 from ...capture.recorder import Recorder
 from ...trace.schema import TIER_HOST, TIER_POOL
+from ..common.copy_bounds import LATE_STEPS, MAX_HASHED_BYTES, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
 from .layout import TransformersGroup
-
-MAX_HASHED_BYTES: Final = 64 << 20  # at one end of a request's blocks of a group
-LATE_STEPS: Final = 16  # in which blocks are read again that had not landed when their forward began
-MAX_LATE: Final = 64  # blocks that are waited for at a time
-SEARCHES: Final = 16  # for where a load landed instead, in a recording
-MAX_SEARCHED_SLOTS: Final = 1 << 20
 
 
 class Load(NamedTuple):

@@ -35,7 +35,7 @@ def import_engine() -> None:
     from vllm.platforms import current_platform
 
     # A worker does this before it imports its runner; done after that, it stumbles over a module of llvmlite's.
-    if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # not before 0.30
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # not before 0.31
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 

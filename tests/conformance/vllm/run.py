@@ -67,7 +67,7 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
   the host's memory. Not recorded at all: context parallelism. Images: the positions are judged by their placeholder tokens;
   multi-dimensional positions are recorded as places in the sequence.
 - **GPUs**, and the V2 runner: conformance-vllm-gpu.md.
-- **Untested**: pipeline and data parallel ranks; other versions than 0.32.0.
+- **Untested**: pipeline and data parallel ranks. Which other versions were run, and with what: `docs/guide/production.md`.
 - **Run by hand** on the CPU on 2026-11-21: two tensor-parallel ranks, a file each, the same forwards, both clean; and
   `python -m vllm.entrypoints.openai.api_server`, asked by `curl` and ended by SIGTERM: vLLM kills its worker at once, and the
   trace was whole and clean all the same. (`vllm serve` of this CPU build fails by itself: it looks for a package named vllm.)

@@ -18,16 +18,13 @@ from ....capture.device.recorder import DeviceRecorder
 from ....capture.host_arrays import CopyEnds, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
+from ...common.copy_bounds import LATE_STEPS, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
 from ..layout import VllmLayout
 from ..step import VllmRequests
 from .ends import DeviceEnds, HostEnds, Known, Look, Page, Storage
 
-LATE_STEPS: Final = 16  # in which a block is read again whose load ended and had not landed
-MAX_LATE: Final = 64  # such blocks at a time
 MAX_ENDED: Final = 256  # loads that have ended and are not recorded yet: the slots of older ones stay unknown
-SEARCHES: Final = 16  # for where a load landed instead, in a recording
-MAX_SEARCHED_SLOTS: Final = 1 << 20
 
 
 class ExternalSlots(NamedTuple):

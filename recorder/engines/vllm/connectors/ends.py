@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .....kernels.arrays import Int64Array
-from .....kernels.ops.end_hash.reference import MOST_WORDS, end_hashes, mixed, part_words
+from .....kernels.ops.end_hash.reference import MOST_WORDS, PART_FIELDS, end_hashes, mixed, part_words
 from ....capture.device.host_copy import HostCopy
+from ...common.copy_bounds import MAX_HASHED_BYTES
 from ..layout import VllmGroup, VllmLayout
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 
-MAX_HASHED_BYTES: Final = 64 << 20  # at one end of one job's blocks
 MAX_LOOKED_AT: Final = 8 << 20  # the same of a device's
 
 
@@ -187,7 +187,7 @@ class DeviceEnds:
         found = []
         for group, at in by_group(pages, self._layout) if self._rows else ():
             parts = self._parts_of(group, here=here)
-            if parts is None or len(at) * parts.numel() * MOST_WORDS > MAX_LOOKED_AT:
+            if parts is None or len(at) * (parts.numel() // PART_FIELDS) * 4 * MOST_WORDS > MAX_LOOKED_AT:
                 continue
             wanted = torch.tensor([rows[i] for i in at], dtype=torch.int64).T.contiguous()
             wanted = wanted.pin_memory() if parts.device.type == "cuda" else wanted

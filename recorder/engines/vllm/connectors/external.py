@@ -216,9 +216,12 @@ class ExternalLoads:
         """As `before_model`, of a step that the device captures: by the blocks that the scheduler says its requests have."""
         self._make_unknown(step, output, requests, lambda fresh: read_by_blocks(step, self._groups, requests, fresh))
         gids = [group.gid for group in self._groups]
-        held = {known.name: [set(known.blocks[gid]) for gid in gids] for known in requests if known.blocks}
+
+        def held() -> dict[str, list[set[int]]]:
+            return {known.name: [set(known.blocks[gid]) for gid in gids] for known in requests if known.blocks}
+
         for copies in self._copies:
-            copies.before_model(step.names, lambda: held)
+            copies.before_model(step.names, held)
 
     def _make_unknown(
         self,

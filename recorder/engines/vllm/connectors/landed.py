@@ -17,10 +17,11 @@ import numpy as np
 from .....kernels.constants import UNKNOWN_TOKEN
 from .....kernels.ops.end_hash.reference import end_hashes
 from ....trace.header import NotWatched
+from ...common.copy_bounds import LATE_STEPS
 from ...common.hooking import Finish
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest
-from .copies import LATE_STEPS, MAX_ENDED, ConnectorCopies, ExternalSlots
+from .copies import MAX_ENDED, ConnectorCopies, ExternalSlots
 from .ends import Bytes, Page, as_bytes
 
 MAX_BLOCKS: Final = 1024  # that were loaded, and are looked at again
