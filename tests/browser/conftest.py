@@ -7,6 +7,7 @@ import pytest
 
 from ..support.commands import run
 from ..support.places import DATA
+from .waiting import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE_MS = 300_000  # of each wait; what a test waits for comes, however loaded the machine is
@@ -101,9 +102,8 @@ def show(browser):
         page.on("dialog", lambda dialog: (watched.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.goto(address + hash_)
         page.wait_for_selector("html[data-ready]")
-        page.wait_for_function(
-            "document.querySelectorAll('.plot svg').length === document.querySelectorAll('.plot').length"
-        )
+        drawn = "(plot) => plot.querySelector('svg') || plot.offsetParent === null"  # of no slot there is no map
+        until(page, f"[...document.querySelectorAll('.plot')].every({drawn})")
         return page
 
     yield show
