@@ -34,7 +34,7 @@ def test_every_trace_in_data_shows_itself(pages, show, trace):
     verdict = page.inner_text("#verdict-word")
     assert verdict == json.loads((made.parent / "summary.json").read_text())["verdict"].upper()
     text = re.sub(
-        "NaN(, infinity| in [0-9]+ row)", "", page.inner_text("main")
+        "NaN(?=,| in )", "", page.inner_text("main")
     )  # what a check looks for, and what it found
     assert not [word for word in ("undefined", "[object", "NaN") if word in text]
     pictures = page.locator(".plot svg")
