@@ -1,0 +1,51 @@
+"""A fourteenth round of public bugs made anew in vLLM 0.32 on the CPU: recorded before any rule was run on them."""
+
+from bugs import Fired, bug, replaces
+from vllm_marks import before_forward
+
+
+@bug("LMCache/LMCache#4991", "llama-loads", "stored_wrong", origin="LMCache")
+def failed_store_stays_in_the_index(fired: Fired) -> None:
+    """A store fails in the middle, which is logged and nothing more: the object keeps its key. A lookup finds it, and what is loaded ends where
+    the store did; behind that comes what the buffer was made of."""
+    import host_connector
+
+    broken: set = set()
+
+    @replaces(host_connector.HostConnector, "wait_for_save")
+    def wait_for_save(before, connector):
+        held = set(connector._store)
+        before(connector)
+        for place in connector._store.keys() - held:
+            _name, key = place
+            if len(key) == 2 * connector._size:
+                connector._store[place][:, connector._size // 2 :] = 0
+                broken.add(key)
+
+    @replaces(host_connector.HostConnector, "_load")
+    def _load(before, connector, job):
+        if broken & {key for *_, key in job.blocks}:
+            fired()
+        before(connector, job)
+
+
+@bug("vllm-project/vllm-ascend#13501", "sliding", "swa_window_off_by_one", "free_too_early", origin="vLLM Ascend")
+def window_slides_by_what_is_scheduled(fired: Fired) -> None:
+    """What has left the window is given back by the count of tokens that are scheduled, and the last of these is still to be computed. Its window
+    begins in the block that is given back."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    early: set[str] = set()
+
+    @replaces(SlidingWindowManager, "remove_skipped_blocks")
+    def remove_skipped_blocks(before, manager, name, computed, *args, **kwargs):
+        blocks = manager.req_to_blocks.get(name, [])
+        gone = sum(block.is_null for block in blocks)
+        right = manager.get_num_skipped_tokens(computed) // manager.block_size
+        wrong = manager.get_num_skipped_tokens(computed + 1) // manager.block_size
+        made = before(manager, name, computed + 1, *args, **kwargs)
+        if wrong > right >= gone and blocks:
+            early.add(name)
+        return made
+
+    before_forward(lambda runner, output: early & set(output.num_scheduled_tokens) and fired())
