@@ -49,3 +49,39 @@ def window_slides_by_what_is_scheduled(fired: Fired) -> None:
         return made
 
     before_forward(lambda runner, output: early & set(output.num_scheduled_tokens) and fired())
+
+
+@bug("vllm-project/vllm#45357", "llama-loads-late", "kv_changed")
+def step_in_flight_writes_over_what_was_received(fired: Fired) -> None:
+    """A request ends while a step that has it is still under way, and its blocks are given back at once. One of them is filled from outside for another
+    request, and nothing orders that with the step, which writes its token there last."""
+    import host_connector
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    left: dict[int, int] = {}  # of a block, the place of the token that is still to be written
+    loaded: dict[str, list[int]] = {}
+
+    @replaces(Scheduler, "_free_request")
+    def free_request(before, scheduler, request, *args, **kwargs):
+        blocks = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        place, offset = divmod(request.num_computed_tokens, scheduler.cache_config.block_size)
+        if place < len(blocks):
+            left[blocks[place].block_id] = offset
+        return before(scheduler, request, *args, **kwargs)
+
+    @replaces(host_connector.HostConnector, "_load")
+    def _load(before, connector, job):
+        before(connector, job)
+        loaded[job.name] = [block for _, block, _ in job.blocks]
+
+    def look(runner, output):
+        caches = [layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()]
+        for name in set(loaded) & set(output.num_scheduled_tokens):
+            for block in loaded.pop(name):
+                offset = left.pop(block, None)
+                if offset is not None:
+                    for cache in caches:
+                        cache[block][:, offset] = cache[block][:, offset].roll(1, -1)
+                    fired()
+
+    before_forward(look)
