@@ -59,3 +59,34 @@ def slot_of_the_overrun_step_freed_once_more(fired: Fired) -> None:
             lost.add(int(row[last]))
             allocator = cache.token_to_kv_pool_allocator
             allocator.free(row[last : last + 1].long())
+
+
+@bug("tenstorrent/tt-metal#56324", "llama", "pad_rows_keep_last_blocks", "kv_changed", origin="tt-metal")
+def padded_tail_goes_through_the_rows_old_columns(fired: Fired) -> None:
+    """A prefill is padded to a round length, and the K and V of the padding are written as well. The columns behind the prompt's end name what the row's
+    last owner had, and that is in the prefix cache by now."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    spoilt: set[int] = set()
+
+    @replaces(ModelRunner, "forward")
+    def forward(before, runner, batch, *args, **kwargs):
+        table = runner.req_to_token_pool.req_to_token
+        rows, ends = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        counts = [1] * len(rows) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
+        spoilt.difference_update(batch.out_cache_loc.tolist())
+        for row, end, count in zip(rows, ends, counts, strict=True):
+            if spoilt & set(table[row, : end - count].tolist()):
+                fired()
+        own = set(batch.out_cache_loc.tolist())
+        tails = []
+        if not batch.forward_mode.is_decode():
+            for row, end in zip(rows, ends, strict=True):
+                tails += [s for s in table[row, end : -(-end // 32) * 32].tolist() if s and s not in own]
+        done = before(runner, batch, *args, **kwargs)
+        if tails:
+            pool, last = runner.token_to_kv_pool, int(batch.out_cache_loc[-1])
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer[tails] = buffer[last].clone()
+            spoilt.update(tails)
+        return done

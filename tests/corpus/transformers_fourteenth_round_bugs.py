@@ -47,3 +47,32 @@ def ring_that_has_turned_is_cut_by_its_counters(fired: Fired) -> None:
                             view[drafts] = view[last].roll(1, -1)
                     fired()
         before(io, requests_in_batch, *args, **kwargs)
+
+
+@bug(
+    "vllm-project/vllm-omni#1330",
+    "offload",
+    "load_landed_elsewhere",
+    "failed_load_counted_loaded",
+    origin="vLLM-Omni",
+)
+def restored_through_the_batchs_first_slots(fired: Fired) -> None:
+    """The slots of a step are one list over all its requests, and what is restored for one of them goes to the list's first entries. It lands in the slots
+    of the request that stands first, and the one that it was for reads what its own held before."""
+    from transformers.generation.continuous_batching import offloading_manager
+
+    @replaces(offloading_manager.OffloadingManager, "restore_scheduled_requests")
+    def restore_scheduled_requests(before, manager, batch):
+        first = batch[0].state.request_id
+        back = [f.state.request_id for f in batch if f.state.is_cpu_offloaded and f.state.request_id != first]
+        allocators = manager.cache.cache_allocators
+        held = {kind: one._copy_view.clone() for kind, one in allocators.items()} if back else {}
+        before(manager, batch)
+        for name in back:
+            for kind, allocator in allocators.items():
+                own, others = allocator.block_table[name], allocator.block_table[first]
+                for mine, other in zip(own, others, strict=False):
+                    if bool((allocator._copy_view[mine] != held[kind][mine]).any()) and mine != other:
+                        fired()
+                        allocator._copy_view[other] = allocator._copy_view[mine]
+                        allocator._copy_view[mine] = held[kind][mine]

@@ -85,3 +85,34 @@ def step_in_flight_writes_over_what_was_received(fired: Fired) -> None:
                     fired()
 
     before_forward(look)
+
+
+@bug("wtdcode/vllm-backport#63", "delta", "state_restored_for_other_prefix", origin="vLLM backport")
+def states_moved_by_the_rows_of_a_step_ago(fired: Fired) -> None:
+    """What moves states on behind a step runs late: it looks up the rows of the step that it belongs to in the tables of the one that is there by now. A row
+    that has changed hands in between gives its new request a state of its old one."""
+    from vllm_thirteenth_round_bugs import _parts, _states
+
+    rows: list[str] = []
+
+    def look(runner, output):
+        gid, layers = _states(runner)
+        size = runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec.block_size
+        names = list(runner.input_batch.req_ids)
+
+        def block_of(name):
+            request = runner.requests[name]
+            return (
+                request.block_ids[gid][(request.num_computed_tokens - 1) // size] if request.num_computed_tokens else 0
+            )
+
+        for name, old in zip(names, rows, strict=False):
+            if name != old and old in runner.requests and name in rows and name in output.num_scheduled_tokens:
+                source, target = block_of(old), block_of(name)
+                if source and target and source != target:
+                    for part in _parts(runner, layers):
+                        part[target] = part[source].clone()
+                    fired()
+        rows[:] = names
+
+    before_forward(look)
