@@ -116,3 +116,23 @@ def states_moved_by_the_rows_of_a_step_ago(fired: Fired) -> None:
         rows[:] = names
 
     before_forward(look)
+
+
+@bug("flashinfer-ai/flashinfer#3716", "llama", "attention_seq_len_wrong", origin="FlashInfer")
+def decode_reads_its_last_tile_whole(fired: Fired) -> None:
+    """A decode that is not told to be causal leaves out the pass that masks what lies behind the end. It reads its last tile whole, and what stands in the
+    slots behind the request's last token counts."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    tile = 16
+
+    @replaces(CPUAttentionMetadataBuilder, "build")
+    def build(before, builder, common_prefix_len, common, *args, **kwargs):
+        starts = common.query_start_loc
+        decodes = (starts[1:] - starts[:-1])[: len(common.seq_lens)] == 1
+        whole = (common.seq_lens + tile - 1) // tile * tile
+        wrong = decodes & (whole != common.seq_lens)
+        if bool(wrong.any()):
+            fired()
+            common = common.replace(seq_lens=whole.where(wrong, common.seq_lens))
+        return before(builder, common_prefix_len, common, *args, **kwargs)
