@@ -22,6 +22,7 @@ ROUNDS = (
     "eleventh_round",
     "twelfth_round",
     "thirteenth_round",
+    "fourteenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
