@@ -314,7 +314,9 @@ def _begins_at(cluster: Cluster, sign: Sign) -> bool:
 def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
     """The branch of bytes that are not what the last write of the record left, and of nothing else."""
     sign = seen.sign
-    if seen.filled in (Filled.COPY, Filled.LOAD):
+    by = cluster.filled(sign)
+    landed = by is not None and by.event in cluster.facts.landed  # as was seen: it has changed since
+    if seen.filled in (Filled.COPY, Filled.LOAD) and not landed:
         return _CONTENT[seen.filled]
     if open_transfer(cluster, sign) is not None:
         return Likely("transfer", ("abort_frees_during_transfer", "load_landed_elsewhere"))

@@ -33,9 +33,7 @@ def test_every_trace_in_data_shows_itself(pages, show, trace):
     page = show(made)
     verdict = page.inner_text("#verdict-word")
     assert verdict == json.loads((made.parent / "summary.json").read_text())["verdict"].upper()
-    text = re.sub(
-        "NaN(?=,| in )", "", page.inner_text("main")
-    )  # what a check looks for, and what it found
+    text = re.sub("NaN(?=,| in )", "", page.inner_text("main"))  # what a check looks for, and what it found
     assert not [word for word in ("undefined", "[object", "NaN") if word in text]
     pictures = page.locator(".plot svg")
     assert pictures.count() >= (3 if verdict == "CLEAN" else 4)

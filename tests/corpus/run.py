@@ -125,6 +125,7 @@ ROUND_NOTES = (
         "f9ceaca",
         "One more never took effect: what it damaged was written anew before anybody read it, as was seen behind the count (found clean).",
     ),
+    ("13e0438", "Two are found clean still, as the table says."),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

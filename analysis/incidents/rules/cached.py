@@ -224,6 +224,8 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
         )
         if load is None or load.what not in ("loaded", "receive_failed") or fresh or load.together > 1:
             continue
+        if load.event in cluster.facts.landed:  # what its slots hold has changed since
+            continue
         since = [f for f in cluster.history(sign) if f.event > load.event and f.what in ("changed", "written")]
         # What was never loaded is seen as a change of the whole page, or at the first look behind the load; a flipped byte is
         # one slot's, and comes later.
