@@ -35,7 +35,7 @@ def failed_store_stays_in_the_index(fired: Fired) -> None:
     "swa_window_off_by_one",
     "free_too_early",
     origin="vLLM Ascend",
-    late="not found: the slot is given back in the step that reads it last",
+    late="not found: others hold the block that is given back too early, so it does no harm",
 )
 def window_slides_by_what_is_scheduled(fired: Fired) -> None:
     """What has left the window is given back by the count of tokens that are scheduled, and the last of these is still to be computed. Its window
