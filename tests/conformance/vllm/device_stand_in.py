@@ -86,8 +86,8 @@ def forwards(folder: Path, *, drafts: bool) -> list[dict[str, Any]]:
 
 
 def timed(setup: str) -> bool:
-    """Whether it depends on when jobs end what is loaded."""
-    return "offloads" in setup or "several" in setup
+    """Whether it depends on when jobs end what is loaded, or on the order in which a set names those of one step."""
+    return any(word in setup for word in ("offloads", "several", "beside"))
 
 
 def hashed(folder: Path) -> tuple[int, int]:
