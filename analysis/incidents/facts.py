@@ -100,8 +100,9 @@ class Facts:
     them, `prefixes` the tokens before, by event and request. `wrote` holds where a request wrote a position of its last,
     by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
-    something was loaded from the host for a request; `landed` are those behind which all lay where it was to, as was seen. `strayed` holds, by event and request, the row that a request had when it
-    was computed on the row of another in its batch. `late_samples` counts events with samples that came after their forward.
+    something was loaded from the host for a request; `landed` are those of copies behind which all lay where it was to, as
+    was seen. `strayed` holds, by event and request, the row that a request had when it was computed on the row of another in
+    its batch. `late_samples` counts events with samples that came after their forward.
     `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
     `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.

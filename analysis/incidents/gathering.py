@@ -188,9 +188,10 @@ class _Gathering(StateListener):
                 self._forward(read_forward(view, self._header))
             else:
                 self._known(read_known_event(view, self._header.groups), str(view.scalar("status")))
-            there, here = (view.ints(f"copy_{end}_hash") for end in ("src", "dst"))
-            if len(there) and there.all() and np.array_equal(there, here):
-                self.facts.landed.add(view.number)
+            if view.kind == "kv_copy":
+                there, here = (view.ints(f"copy_{end}_hash") for end in ("src", "dst"))
+                if len(there) and there.all() and np.array_equal(there, here):
+                    self.facts.landed.add(view.number)
             if view.kind in ("forward", "sweep", "transfer") and len(view.ints("kv_change_slot")):
                 for group, slot, fact in self._bytes.changes(view, self._slots):
                     self._add(group, slot, fact)

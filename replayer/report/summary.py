@@ -198,7 +198,8 @@ class Summary:
         if self.transfers_unmatched:
             salted = " (hashed with one KVCANARY_TOKEN_SALT_FILE)" if self.header.tokens == "hashed" else ""
             doubts.append(
-                f"{self.transfers_unmatched:,} transfer(s) received that no trace given sent, or of which nobody has read what landed; replay both sides together: "
+                f"{self.transfers_unmatched:,} transfer(s) received that no trace given sent, or on a device, where nobody has "
+                "read what landed; the former are judged when both sides are replayed together: "
                 f"kvcanary-replay prefill.arrow decode.arrow{salted}, if the sending engine records what it sends"
             )
         if self.unknown_before and self.unknown_entries:
