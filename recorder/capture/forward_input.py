@@ -26,12 +26,14 @@ class TableRead:
 
     Request r reads the slots of positions `starts[r] .. starts[r] + counts[r] - 1`, one request after another in
     `slots`. `starts`, `counts` `[bs]`, `slots` `[sum(counts)]`, any integer type. A sliding window's read starts one
-    position before the window where there is one: its slot is the predecessor in the chain.
+    position before the window where there is one: its slot is the predecessor in the chain. `window_observed` says whether
+    `starts` are what attention was seen to read of a window, not what it ought to.
     """
 
     starts: Any
     counts: Any
     slots: Any
+    window_observed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +316,8 @@ def _other_windows(
     watched = 0
     for table, read in enumerate(given.reads):
         groups = [(g.window, n) for n, g in enumerate(header.groups) if (g.table, g.runner) == (table, given.runner)]
-        if not isinstance(read, TableRead) or not groups or min(groups)[0] == 0:
+        observed = isinstance(read, TableRead) and read.window_observed
+        if not observed or not groups or min(groups)[0] == 0:
             continue
         window, number = max(groups)
         starts, counts = forward.reads[table].starts, forward.reads[table].counts

@@ -17,8 +17,8 @@ from .history import ForwardView, GroupReads
 class WrongWindow(HistoryCheck):
     """A forward reads fewer or more positions of its prefix than its sliding pool group's window has.
 
-    It may name the slot of the one before, the predecessor in the chain. Of engines that show a block table nobody knows how
-    much attention reads.
+    It may name the slot of the one before, the predecessor in the chain. Of engines that show a block table it is known only
+    if the adapter sees what attention's kernels read of a window, or are made with.
     """
 
     kind = "wrong_window"

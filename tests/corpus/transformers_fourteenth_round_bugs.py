@@ -9,7 +9,6 @@ from bugs import Fired, bug, replaces
     "window_read_wrong",
     "attention_seq_len_wrong",
     origin="SGLang",
-    late="not found: nothing looks whether a window is read whole",
 )
 def decode_leaves_out_the_windows_oldest(fired: Fired) -> None:
     """A window's size is kept as how far it looks back, and a decode takes it for how many tokens there are, its own among them. From when the window is

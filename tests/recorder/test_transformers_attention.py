@@ -7,6 +7,9 @@ import pytest
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from transformers.generation.continuous_batching.cache_allocators.sliding_attention import (
+    SlidingAttentionCacheAllocator,
+)
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from ..support.engines.documented_engine import judged
@@ -44,6 +47,31 @@ def _break_in_step(monkeypatch: pytest.MonkeyPatch, at: int, damage: Any) -> lis
     steps = [0]
     monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", prepare)
     return done
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_window_that_is_not_read_as_it_is_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: int
+) -> None:
+    lens, indices = SlidingAttentionCacheAllocator.get_seqlen_k, SlidingAttentionCacheAllocator.get_read_indices
+
+    def turned(own: Any, past: int, query: int) -> bool:
+        return query == 1 and past >= own.sliding_window
+
+    def other_lens(own: Any, past: int, query: int) -> int:
+        return lens(own, past, query) + extra * turned(own, past, query)
+
+    def other_indices(own: Any, name: str, past: int, query: int) -> list[int]:
+        read = indices(own, name, past, query)
+        if turned(own, past, query):
+            return read[1:] if extra < 0 else [*own._token_indices_to_physical_indices(name, past, 1), *read]
+        return read
+
+    monkeypatch.setattr(SlidingAttentionCacheAllocator, "get_seqlen_k", other_lens)
+    monkeypatch.setattr(SlidingAttentionCacheAllocator, "get_read_indices", other_indices)
+    with attach(tmp_path / "t.arrow"):
+        generate(model("gemma3_hybrid"), max_new_tokens=40)
+    assert judged(tmp_path / "t.arrow").findings_by_kind.keys() == {"wrong_window"}
 
 
 def test_a_read_index_that_is_not_the_block_tables_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

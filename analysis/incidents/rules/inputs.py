@@ -66,9 +66,14 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
 
 
 def _told(mine: list[Sign]) -> bool:
-    """Whether attention's length and the records both contradict the positions by which a decode's lengths are told."""
-    off = any(sign.kind == "table_entry_differs" or sign.bits & (POSITION | WRITE_POSITION) for sign in mine)
-    return off and any(sign.kind == "attention_lens" and sign.mode == "decode" for sign in mine)
+    """Whether attention's length and the records both contradict the positions by which a decode's lengths are told.
+
+    What is read wrong before the lengths part is wrong for another reason.
+    """
+    lens = {sign.event: sign.position for sign in mine if sign.kind == "attention_lens" and sign.mode == "decode"}
+    off = [sign for sign in mine if sign.kind == "table_entry_differs" or sign.bits & (POSITION | WRITE_POSITION)]
+    before = any(sign.bits & POSITION and sign.position < lens.get(sign.event, 0) - 1 for sign in off)
+    return bool(lens and off) and not before
 
 
 def _in_plan(cluster: Cluster, sign: Sign) -> bool:

@@ -219,15 +219,9 @@ def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: I
     counts = np.clip(ends - starts - extend, 0, prefix)
     slots = layout.rows_to_slots(read[ragged_index(starts, counts)])
     first = prefix - counts
-    if layout.ring_size:
-        slots, first, counts = _with_predecessors(layout, io, slots, first, counts)
+    whole = first <= prefix - layout.window  # to less than the window nothing is added that would make it look whole
+    slots, first, counts = _with_predecessors(layout, io, slots, first, counts, np.flatnonzero(whole & (first > 0)))
     return TableRead(starts=first, counts=counts, slots=slots)
-
-
-def _lens(layout: TransformersGroup, prefix: Int64Array, extend: Int64Array) -> Int64Array:
-    """Return `[bs]` how many positions the engine has each request attend to in a group."""
-    lens = [layout.allocator.get_seqlen_k(p, e) for p, e in zip(prefix.tolist(), extend.tolist(), strict=True)]
-    return np.array(lens, np.int64)
 
 
 def attention_input(
@@ -235,9 +229,9 @@ def attention_input(
 ) -> AttentionInput | None:
     """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
 
-    Layers with a sliding window get the window's length; what it is off by is what the request's is off by. What they
-    read comes from the ring in `table_read` and cannot be held against anything else. The decode fast path has a block table
-    in the place of `read_index`.
+    Layers with a sliding window get the window's length, of which `table_read` says what it reads of the ring; if the lengths
+    do not fit what is read, what one is off by is what the request's is off by. Nothing else says which slots they ought to read. The
+    decode fast path has a block table in the place of `read_index`.
     """
     bs = prefix.size
     seq_lens = end = prefix + extend
@@ -245,7 +239,10 @@ def attention_input(
     for layout in layouts:
         bounds = own_int64(io.cumulative_seqlens_k[layout.name][: bs + 1])
         got = np.diff(bounds)
-        seq_lens = np.where(seq_lens == end, end + got - _lens(layout, prefix, extend), seq_lens)
+        off = got - extend - (np.minimum(prefix, layout.window) if layout.window else prefix)
+        if layout.window and io.max_kv_read and bounds[bs] == io.true_read_sizes[layout.index]:
+            off[(got >= extend) & (got <= end)] = 0
+        seq_lens = np.where(seq_lens == end, end + off, seq_lens)
         if layout.ring_size:
             slots.append(None)
             continue
@@ -262,10 +259,9 @@ def attention_input(
 
 
 def _with_predecessors(
-    layout: TransformersGroup, io: Any, slots: Int64Array, first: Int64Array, counts: Int64Array
+    layout: TransformersGroup, io: Any, slots: Int64Array, first: Int64Array, counts: Int64Array, sliding: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Put the slot before each window in front of it: not read, but still in the ring, where this step's first token goes."""
-    sliding = np.flatnonzero(first > 0)
+    """Put the slot before the windows of `sliding` in front: not read, but still in the ring, where this step's first token goes."""
     before = [layout.ring_slot(io.requests_in_batch[r].state.request_id, int(first[r]) - 1) for r in sliding]
     offsets = (np.cumsum(counts) - counts)[sliding]
     first, counts = first.copy(), counts.copy()

@@ -6,6 +6,7 @@ Block 0 is the null block: nobody's, and never written.
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -44,8 +45,9 @@ WRITES_ALONE: Final = "of its forwards only the slots that its first layer write
 class VllmGroup:
     """One KV-cache group that is recorded: `index` in the trace, `gid` in vLLM, tokens of a block, blocks of the pool.
 
-    `window` is the number of cached positions that a forward reads, 0 for all of them; `host_num_slots` stand for what a
-    known connector keeps elsewhere.
+    `window` is the number of cached positions that a forward reads by the cache's spec, 0 for all of them, `kernel_window` by
+    what its layers' attention was made with, None if that is not known; `host_num_slots` stand for what a known connector
+    keeps elsewhere.
     """
 
     index: int
@@ -57,6 +59,7 @@ class VllmGroup:
     num_blocks: int
     layers: tuple[str, ...]
     spec: Any
+    kernel_window: int | None = None
     host_num_slots: int = 0
 
     @property
@@ -84,6 +87,7 @@ class VllmLayout:
         self.states = VllmStates(runner)
         config = runner.kv_cache_config
         self._drafts = draft_layers(runner)
+        self._attention = runner.vllm_config.compilation_config.static_forward_context
         self.draft_offset = draft_offset(runner)  # None if a draft's forwards are not seen
         drafts = [self._add(gid, group, int(config.num_blocks)) for gid, group in enumerate(config.kv_cache_groups)]
         # The one that holds a draft model's layers; vLLM keeps all of them in one.
@@ -162,11 +166,25 @@ class VllmLayout:
             num_blocks=num_blocks,
             layers=layers,
             spec=first,
+            kernel_window=_kernel_window(self._attention, layers),
         )
+        if target.kernel_window not in (None, window):
+            self.notes.append(
+                f"the cache keeps a window of {window} in group {target.name}, {target.kernel_window} are read"
+            )
         if layers:
             self.groups.append(target)
         drafts = tuple(name for name in group.layer_names if name in self._drafts)
         return replace(target, name="draft", layers=drafts) if drafts else None
+
+
+def _kernel_window(attention: Mapping[str, Any], layers: Sequence[str]) -> int | None:
+    """Return how many cached positions the kernels of layers read, 0 for all; None if they differ or do not say it."""
+    found = {getattr(getattr(attention.get(name), "impl", None), "sliding_window", None) for name in layers}
+    given = found.pop() if len(found) == 1 else None
+    if isinstance(given, tuple):  # how far a query sees to its left, and to its right
+        return max(int(given[0]), 0)
+    return max(int(given) - 1, 0) if isinstance(given, int) else None
 
 
 def draft_layers(runner: Any) -> frozenset[str]:

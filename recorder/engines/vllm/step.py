@@ -7,7 +7,7 @@ all before it attends. A replay reads before it writes, so such a step is record
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -220,7 +220,8 @@ def chosen_reads(read: TableRead, chosen: Int64Array) -> TableRead:
     """Return the part of a read that some requests `[n]` of it have."""
     counts = read.counts[chosen]
     offsets = (np.cumsum(read.counts) - read.counts)[chosen]
-    return TableRead(starts=read.starts[chosen], counts=counts, slots=read.slots[ragged_index(offsets, counts)])
+    slots = read.slots[ragged_index(offsets, counts)]
+    return replace(read, starts=read.starts[chosen], counts=counts, slots=slots)
 
 
 # A forward of a step, the names of its requests, and their places in the step `[n]`.
@@ -334,19 +335,25 @@ def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array
     """Return the slots of the cached tokens, `prefix` `[bs]`, that each request of a batch reads in a group.
 
     A sliding window's read begins with the position before the window, the chain's predecessor. The engine does not
-    read that one: if its block may have been given away already, slot 0 says that nothing is known of it. `table` is
-    `[>= bs, blocks]`; its blocks of `block_size` tokens may be parts of those that the engine allocates.
+    read that one: if its block may have been given away already, slot 0 says that nothing is known of it. Of a window
+    that is not its group's what the kernels read is all there is. `table` is `[>= bs, blocks]`; its blocks of `block_size`
+    tokens may be parts of those that the engine allocates.
     """
-    window = group.window
+    window, kernels = group.window, group.kernel_window
     if not window:
         return paged_read(table, block_size, prefix)
+    if kernels is not None and kernels != window:
+        first = (
+            np.maximum(prefix - kernels - (kernels > window), 0) if kernels else None
+        )  # a longer one with the one before
+        return paged_read(table, block_size, prefix, starts=first)
     read = paged_read(table, block_size, prefix, starts=np.maximum(prefix - window - 1, 0))
     sliding = np.flatnonzero(prefix > window)
     at = (np.cumsum(read.counts) - read.counts)[sliding]
     before = read.slots[at]
     gone = ((prefix[sliding] - window) % group.block_size == 0) | ((before >= 0) & (before < block_size))
     read.slots[at[gone]] = 0
-    return read
+    return replace(read, window_observed=kernels is not None)
 
 
 def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:

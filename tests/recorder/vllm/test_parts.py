@@ -5,6 +5,7 @@ import logging
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -277,6 +278,15 @@ def test_reads_are_those_of_plain_loops(window: int, block_size: int, table_bloc
             assert read.slots[at] == expected
             at += 1
     assert at == read.slots.size
+
+
+@pytest.mark.parametrize(("kernels", "starts"), [(0, [0, 0, 0]), (2, [0, 1, 7]), (4, [0, 0, 4]), (3, [0, 0, 5])])
+def test_of_another_window_what_the_kernels_read_is_all_there_is(kernels: int, starts: list[int]) -> None:
+    prefix = np.array([0, 3, 9], np.int64)
+    own = replace(group(4, 3), kernel_window=kernels)
+    read = table_read(torch.arange(1, 25, dtype=torch.int32).view(3, 8), 4, own, prefix)
+    assert read.window_observed
+    assert (read.starts.tolist(), read.counts.tolist()) == (starts, (prefix - starts).tolist())
 
 
 def step_of(prefix: list[int], extend: list[int], written: list[int], reads: list[list[int]]) -> tuple[Step, TableRead]:

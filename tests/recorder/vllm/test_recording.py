@@ -31,6 +31,7 @@ from .fake_engine import (
     BLOCK,
     DIM,
     HEADS,
+    Attention,
     FullAttentionSpec,
     GPUModelRunner,
     MambaSpec,
@@ -80,6 +81,21 @@ def test_a_recorded_engine_replays_clean_and_generates_the_same(
         assert kinds["alloc", "shared"]
         assert kinds["alloc", "cached"]
         assert kinds["sweep", ""]
+
+
+@pytest.mark.parametrize("reads", [None, 5, 6, 7])
+def test_a_window_is_held_against_what_the_kernels_are_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int | None
+) -> None:
+    monkeypatch.setattr(Attention, "sliding_window", None if reads is None else (reads, 0), raising=False)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve([SlidingWindowSpec()])
+    _, told = events(tmp_path)
+    watched = {event.scalar("window_watched") for event in told if event.kind == "forward"}
+    assert watched == ({0} if reads is None else {1})
+    found = Counter(kind for event in told for kind in event.ints("window_start").tolist())
+    assert bool(found) == (reads in (5, 7))
+    assert verdict(tmp_path).verdict.value == ("corrupt" if found else "clean")
 
 
 def test_the_v2_runner_is_recorded_by_the_same_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
