@@ -192,7 +192,7 @@ class Cutter:
         for name in [name for name in ints if name.startswith("recurrent_")]:
             ints[name] = ints[name][kept]
         if "recurrent_request" in ints:
-            ints["recurrent_request"] = np.where(ints["recurrent_op"] == STEP, at[ints["recurrent_request"]], -1)
+            ints["recurrent_request"] = np.where(ints["recurrent_op"] >= STEP, at[ints["recurrent_request"]], -1)
         if "value_request" in ints:
             mine = chosen[ints["value_request"]]
             ints.update({name: ints[name][mine] for name in ints if name.startswith("value_")})
@@ -241,7 +241,7 @@ class Cutter:
         for number, op in enumerate(ops.tolist()):
             pool = self._states[op[POOL]]
             unknown = op[OP] in (COPY, STEP) and op[SOURCE] >= 0 and bool(pool[op[SOURCE]])
-            kept[number] = not unknown and bool(chosen.any()) and (op[OP] != STEP or bool(chosen[op[REQUEST]]))
+            kept[number] = not unknown and bool(chosen.any()) and (op[OP] < STEP or bool(chosen[op[REQUEST]]))
             pool[op[SLOT]] = not kept[number]
         return kept
 

@@ -225,20 +225,26 @@ def attention_kernel(
 
 
 @_kernel(4)
-def state_kernel(ticket, first, second, numbers, AFTER: tl.constexpr, TILE: tl.constexpr):
+def state_kernel(ticket, first, second, numbers, AFTER: tl.constexpr, SAVED: tl.constexpr, TILE: tl.constexpr):
     """Put the slots of recurrent state that a pool's layers get into the frame, and the hash of each, or with `AFTER` the
     hashes alone, of the same slots; behind `begin_kernel`. Of padding, and of a request that begins, nothing is read before.
+    With `SAVED` the slots are in `first`, and how many tokens their states are behind in `second`.
     """
     if tl.load(ticket) != 0:
-        pool, bs, num_first, num_second, first_stride, second_stride = numbers
+        place, pool, bs, num_first, num_second, first_stride, second_stride = numbers
         frame = frame_of(ticket)
         of_pool = descriptor_of(ticket) + STATES_AT + pool * POOL_WORDS
-        out = frame + tl.load(ticket + LENS_AT) + 2 * bs + pool * STATE_VALUES * bs
+        out = frame + tl.load(ticket + LENS_AT) + 2 * bs + place * STATE_VALUES * bs
         for request in range(tl.program_id(0).to(tl.int64), bs, tl.num_programs(0).to(tl.int64)):
             is_request = tl.load(frame + request) > 0
             if AFTER:
                 slot = tl.load(out + request)
                 tl.store(out + 2 * bs + request, slot_hash(of_pool, tl.where(is_request, slot, -1), TILE))
+            elif SAVED:
+                slot = tl.load(first + request * first_stride, mask=request < num_first, other=-1).to(tl.int64)
+                tokens = tl.load(second + request * second_stride, mask=request < num_second, other=0).to(tl.int64)
+                tl.store(out + request, slot)
+                tl.store(out + bs + request, tokens)
             else:
                 behind = request - num_first
                 in_second = (behind >= 0) & (behind < num_second)

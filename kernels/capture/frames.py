@@ -37,7 +37,8 @@ LUT_ENTRY: Final = 3  # table, full slot, sliding-window slot
 KV_ENTRY: Final = 2  # stream of the runner, slot; its bytes follow
 ATTENTION_ENTRY: Final = 4  # group of the runner, request, position, slot that attention got
 
-# What a frame holds of each request in each state pool: its slot, and the hash of that before the forward and after it.
+# What a frame holds of each request in each state pool: its slot, and the hash of that before the forward and after it; of a
+# state that is saved its slot, how many tokens it is behind, and the hash after the forward.
 STATE_SLOT, STATE_BEFORE, STATE_AFTER = range(3)
 STATE_VALUES: Final = 3
 
@@ -211,7 +212,7 @@ class FrameLayout:
 
     `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions and, of each of the runner's `tables`,
     out_cache_loc `[tokens]`; each stream's written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each;
-    of each of `states` pools of recurrent state `[STATE_VALUES, bs]` from `states_at` on; what else the frame carries, at most
+    of each of `states` pools of recurrent state, and of each that has states saved, `[STATE_VALUES, bs]` from `states_at` on; what else the frame carries, at most
     `carried` words from `carried_at` on: `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
     a ticket says of this. An entry of the table changes speaks of `tile` positions.
     """
@@ -304,3 +305,12 @@ class StateIndices(NamedTuple):
 
     first: Any  # [any] of the first requests
     second: Any | None = None  # [any] of those behind them
+
+
+class SavedStates(NamedTuple):
+    """Where a forward leaves the states behind requests' first tokens, too: slots, -1 for none, and how many tokens; any integer
+    type and stride.
+    """
+
+    slots: Any  # [at least bs]
+    tokens: Any  # [at least bs]

@@ -12,6 +12,7 @@ from .frames import (
     CarriedValues,
     FrameLayout,
     ModelInput,
+    SavedStates,
     StateIndices,
 )
 
@@ -145,8 +146,8 @@ class ModelForward:
 
     The ticket, `[TICKET_WORDS] int64`, is zeros as long as nothing is to be captured; `attention` is None if it is not known
     what that is given; `lut_int64` says whether the runner's full-to-SWA tables are int64, else int32; `states` are the slots of
-    each of the runner's pools of recurrent state, nothing if they are not known. `bs` requests run,
-    padding included; `programs` fill the frame, of all launches together.
+    each of the runner's pools of recurrent state, nothing if they are not known, and behind them, from the first pool on, those of
+    states that are saved. `bs` requests run, padding included; `programs` fill the frame, of all launches together.
     """
 
     __slots__ = (
@@ -170,7 +171,7 @@ class ModelForward:
         attention: AttentionTensors | AttentionLens | None,
         *,
         lut_int64: bool,
-        states: tuple[StateIndices, ...] = (),
+        states: tuple[StateIndices | SavedStates, ...] = (),
     ) -> None:
         self.ticket = ticket
         self.address = int(ticket.data_ptr())
@@ -234,12 +235,15 @@ class ModelForward:
         self._launches.launch(end_kernel, PROGRAMS, (self.ticket, self.bs, self.tokens), (TILE,))
 
     def _look_at_states(self, *, after: bool) -> None:
-        for pool, (first, second) in enumerate(self.states):
+        pools = sum(isinstance(one, StateIndices) for one in self.states)
+        for place, one in enumerate(self.states):
+            first, second = one
             other = first if second is None else second
             counts = min(first.numel(), self.bs), 0 if second is None else other.numel()
+            numbers = place, place % pools, self.bs, *counts, first.stride(0), other.stride(0)
             self._launches.launch(
                 state_kernel,
                 PROGRAMS,
-                (self.ticket, first, other, (pool, self.bs, *counts, first.stride(0), other.stride(0))),
-                (after, TILE),
+                (self.ticket, first, other, numbers),
+                (after, isinstance(one, SavedStates), TILE),
             )

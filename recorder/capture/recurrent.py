@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.ops.state_hash.reference import state_hashes
-from ..state.recurrent import CLEAR, COPY, STEP
+from ..state.recurrent import CLEAR, COPY, SAVE, STEP
 from ..trace.header import TraceHeader
 from .host_arrays import as_rows, own_int64
 from .privacy import Privacy
@@ -22,16 +23,21 @@ class StateAccess(NamedTuple):
     """Which slots of a state pool a forward reads and writes: `reads`, `writes` `[bs]`, any integer type.
 
     A request reads -1 if it begins with no state, and writes -1 if it has none in this pool. `ran`: what it has read is
-    written over by now, and is not hashed; of a forward that is told after the step that it was a part of.
+    written over by now, and is not hashed; of a forward that is told after the step that it was a part of. `saves` `[bs]` are
+    slots in which the forward leaves the state behind a request's first `saved_tokens` `[bs]` tokens, too, -1 for none.
     """
 
     reads: Any
     writes: Any
     ran: bool = False
+    saves: Any = ()
+    saved_tokens: Any = ()
 
     def of(self, chosen: Int64Array, *, ran: bool = False) -> "StateAccess":
         """Return what some requests `[n]` of the forward read and write."""
-        return StateAccess(own_int64(self.reads)[chosen], own_int64(self.writes)[chosen], self.ran or ran)
+        parts = (own_int64(part)[chosen] if len(part) else part for part in (*self[:2], *self[3:]))
+        reads, writes, saves, tokens = parts
+        return StateAccess(reads, writes, self.ran or ran, saves, tokens)
 
 
 class RecurrentCapture:
@@ -88,19 +94,28 @@ class RecurrentCapture:
         """Return the columns of a forward that a device has captured; `reads` `[bs]` bool are the requests that read.
 
         `found` has of each of the runner's pools `[3, bs]`: slots, hashes before and after; nothing if it was not looked at.
-        A pool of which a slot does not exist is left out: then nobody knows what was written.
+        Behind these, of each pool that has states saved, the slots, how many tokens they are behind, and hashes after. A pool
+        of which a slot does not exist is left out: then nobody knows what was written.
         """
         ops, self._waiting = self._waiting, []
         mine = [number for number, pool in enumerate(self._pools) if pool.runner == runner]
-        for pool, values in zip(mine, () if self._unknown else found, strict=False):
-            slots, live = values[0], (rows > 0) & (values[0] != -1)
-            if ((slots[live] < 0) | (slots[live] >= self._pools[pool].num_slots)).any():
-                continue
-            for request in np.flatnonzero(live).tolist():
+        seen = () if self._unknown else found
+        of_pools = [
+            (pool, values, (rows > 0) & (values[0] != -1)) for pool, values in zip(mine * 2, seen, strict=False)
+        ]
+        out = {
+            pool
+            for pool, values, live in of_pools
+            if ((values[0, live] < 0) | (values[0, live] >= self._pools[pool].num_slots)).any()
+        }
+        seen_ops: list[tuple[int, ...]] = []
+        for place, (pool, values, live) in enumerate(of_pools):
+            for request in np.flatnonzero(live).tolist() if pool not in out else ():
                 slot, before, after = values[:, request].tolist()
-                source = slot if reads[request] else -1
-                ops.append((pool, STEP, request, source, slot, self._kept(before), self._kept(after)))
-        return _columns(ops)
+                source, old = (slot if reads[request] else -1), self._kept(before)
+                op = (STEP, request, source, slot, old) if place < len(mine) else (SAVE, request, before, slot, 0)
+                seen_ops.append((pool, *op, self._kept(after)))
+        return _columns(ops + sorted(seen_ops, key=itemgetter(0)))
 
     def lose(self) -> None:
         """Drop what waits for a forward that is not recorded."""
@@ -125,6 +140,12 @@ class RecurrentCapture:
                 if row and write >= 0:
                     found = 0 if read < 0 or access.ran else self._hash(pool, read)
                     self._steps.append((pool, STEP, request, read, write, found))
+            saves, tokens = (own_int64(part)[: rows.size].tolist() for part in access[3:])
+            self._steps += [
+                (pool, SAVE, request, count, slot, 0)
+                for request, (slot, count) in enumerate(zip(saves, tokens, strict=True))
+                if rows[request] and slot >= 0
+            ]
 
     def end(self) -> dict[str, Int64Array]:
         """Return the columns of the forward that has run."""

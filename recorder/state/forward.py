@@ -202,10 +202,10 @@ def _recurrent(view: EventView, header: TraceHeader, bs: int) -> Int64Array:
     pools, ops, requests, sources, slots = found[:5]
     sizes = np.array([pool.num_slots for pool in header.states], np.int64)
     fits = (pools >= 0) & (pools < len(sizes)) & (ops >= 0) & (ops < len(RECURRENT_OPS))
-    copies, steps = ops == RECURRENT_OPS.index("copy"), ops == RECURRENT_OPS.index("step")
-    fits &= ~steps | ((requests >= 0) & (requests < bs))
+    copies, steps, saves = (ops == RECURRENT_OPS.index(name) for name in ("copy", "step", "save"))
+    fits &= ~(steps | saves) | ((requests >= 0) & (requests < bs))
     most = sizes[np.where(fits, pools, 0)]
-    fits &= (slots >= 0) & (slots < most) & (sources < most) & (sources >= np.where(copies, 0, -1))
+    fits &= (slots >= 0) & (slots < most) & (saves | (sources < most)) & (sources >= np.where(copies, 0, -1))
     if not fits.all():
         raise UnusableEventError("recurrent_* name a pool, a slot, a request or an op that there is not")
     return np.stack(found, axis=1)

@@ -15,7 +15,7 @@ from ..trace.header import TraceHeader
 from ..trace.schema import RECURRENT_OPS
 from .forward import Forward, batch_tokens
 
-CLEAR, COPY, STEP = range(len(RECURRENT_OPS))
+CLEAR, COPY, STEP, SAVE = range(len(RECURRENT_OPS))
 # Columns of `Forward.recurrent`, the trace's.
 POOL, OP, REQUEST, SOURCE, SLOT, BEFORE, AFTER = range(7)
 # Columns of `slots[pool]`: the event that filled it + 1 (0: nothing is known), by which request, how many tokens are in the
@@ -93,6 +93,8 @@ class StateSlots:
                 self.cleared[pool, 0] = new or self.cleared[pool, 0]
             elif op == COPY:
                 slots[slot] = slots[source]  # with the hash of what the source is to hold
+            elif op == SAVE:
+                slots[slot] = self._saved(forward, request, source, int(before[request]), new)
             else:
                 cause = (
                     self._judge(forward, truth, request, slots[source], int(before[request]), old)
@@ -118,6 +120,24 @@ class StateSlots:
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.chains))
         self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]
+
+    def _saved(self, forward: Forward, request: int, position: int, chain: int, found: int) -> Int64Array | int:
+        """Return a slot's row that holds a request's state behind its first `position` tokens, 0 for tokens that are not its
+        forward's; `chain` is that of its prefix.
+        """
+        added = position - int(forward.prefix_lens[request])
+        if not 0 < added <= int(forward.extend_lens[request]):
+            return 0
+        first = int(np.maximum(forward.extend_lens[:request], 0).sum())
+        fed = forward.input_ids[first : first + added]
+        if chain and (fed == UNKNOWN_TOKEN).any():
+            chain = 0
+        elif chain:
+            words = (
+                _words(fed, np.arange(position - added, position)).sum(dtype=np.uint64, keepdims=True).view(np.int64)
+            )
+            chain = int(_nonzero(words + chain)[0])
+        return np.array((forward.event + 1, forward.request_ids[request], position, chain, found), np.int64)
 
     def _judge(self, forward: Forward, truth: Truth, request: int, state: Int64Array, chain: int, found: int) -> str:
         """Say by a finding's cause what is wrong with a state that a request reads, "" for nothing."""

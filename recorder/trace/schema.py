@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 8
+FORMAT_MINOR: Final = 9
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -138,8 +138,9 @@ ATTENTION_SLOTS: Final = 2  # the slots, of all groups of the runner; attention_
 IDENTITY_KINDS: Final = ("adapter", "salt", "weights", "media")
 
 # `recurrent_op`: the slot was zeroed; it became a copy of the source; a request of the forward read its state from the source
-# (-1: it began with none) and wrote it to the slot. The hashes are of bytes: the source's before, the slot's after; 0 for none.
-RECURRENT_OPS: Final = ("clear", "copy", "step")
+# (-1: it began with none) and wrote it to the slot; the forward left in the slot, too, a request's state behind its first tokens,
+# as many as `recurrent_source` says. The hashes are of bytes: the source's before, the slot's after; 0 for none.
+RECURRENT_OPS: Final = ("clear", "copy", "step", "save")
 
 # `sampled_logprobs`: the bits of a float32, NaN for none, and in the bits from 32 on of what the engine computed it: it does not
 # say; the model's logits as they are; what it sampled from, behind temperature, penalties and the like.

@@ -17,6 +17,7 @@ from ....kernels.capture.frames import (
     AttentionLens,
     FrameLayout,
     ModelInput,
+    SavedStates,
     StateIndices,
 )
 from ...errors import error_text
@@ -201,7 +202,7 @@ class DeviceCapture:
             pools = len(self.shadows.runners[number].states)
             self.shadows.prepare_states(number)
             for slots in (row, lens) if pools else ():
-                model = self._run_of(number, given, states=(StateIndices(slots),) * pools)
+                model = self._run_of(number, given, states=(*[StateIndices(slots)] * pools, SavedStates(row, slots)))
                 model.begin()
                 model.end()
 
@@ -242,7 +243,7 @@ class DeviceCapture:
         runner: int,
         given: ModelInput,
         attention: AttentionLens | None = None,
-        states: tuple[StateIndices, ...] = (),
+        states: tuple[StateIndices | SavedStates, ...] = (),
     ) -> "ModelForward":
         from ....kernels.capture.model_forward import ModelForward
 

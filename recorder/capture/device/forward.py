@@ -13,6 +13,7 @@ from ....kernels.capture.frames import (
     CarriedValues,
     FrameLayout,
     ModelInput,
+    SavedStates,
     StateIndices,
 )
 
@@ -95,7 +96,7 @@ class DeviceForward(ModelInput):
         truth_lens: how many of each request's tokens the scheduler has at this moment, beside `known_lens`.
         parts: if it is recorded as several forwards, those in order.
         attention: the lengths that attention is given, if they are known.
-        states: the slots of each of the runner's state pools; nothing if they are not known.
+        states: the slots of each of the runner's state pools, then of those that have states saved; nothing if they are not known.
         new_rows: whether some requests may have new rows, of which many entries are new.
     """
 
@@ -105,7 +106,7 @@ class DeviceForward(ModelInput):
     truth_lens: Sequence[int] | bytes = ()
     parts: tuple[ForwardPart, ...] = ()
     attention: AttentionLens | None = None
-    states: tuple[StateIndices, ...] = ()
+    states: tuple[StateIndices | SavedStates, ...] = ()
     new_rows: bool = True
 
 

@@ -78,7 +78,7 @@ def forward_input(
         luts=tuple(layout.luts),
         table_filled=runner.index == 0 and mode in ("extend", "decode", "mixed"),  # drafts may fill them later
         truth=truth,
-        states=() if states is None else (states.access(backend_of_all(), prefix),),
+        states=() if states is None else (states.access(backend_of_all(), batch, prefix),),
     )
 
 

@@ -81,7 +81,7 @@ class SglangRecording:
         with beginning(self.recorder):
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
-        self.states = StateHooks(self.recorder, 0) if self.recorder.header.states else None
+        self.states = StateHooks(self.recorder, 0, self.target) if self.recorder.header.states else None
         self.transfers = SglangTransfers(self.layout, self.recorder, self.histories, self.see)
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back

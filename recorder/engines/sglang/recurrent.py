@@ -2,7 +2,8 @@
 
 A request's state lies in a slot of `MambaPool`, which each forward reads and writes where the backend's metadata says. The
 prefix cache keeps checkpoints in slots of the same pool: copied there when a request is cached, and copied into the slot of
-a request that hits it right before its first forward; a request that finishes leaves its own slot to the cache.
+a request that hits it right before its first forward; a request that finishes leaves its own slot to the cache. With extra
+buffers, the default on GPUs, forwards save checkpoints themselves, in slots that the batch names.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import StateIndices
+from ....kernels.capture.frames import SavedStates, StateIndices
 from ....kernels.ops.state_hash.reference import MAX_PARTS
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.device.shadows import slots_as_bytes
@@ -24,6 +25,8 @@ from ..common.hooking import Finish, Hook
 MOST_BYTES: Final = 4096  # of each part of a slot that are hashed
 # The only layouts known, by their very classes.
 _CLASSES: Final = {"HybridReqToTokenPool": "MambaPool"}
+# Whose layers save a state where the batch says, of whole chunks of what is computed; in a decode of all of it.
+_SAVES: Final = ("GDNAttnBackend", "KDAAttnBackend", "LightningAttentionBackend", "Mamba2AttnBackend")
 
 
 def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatched | None:
@@ -65,8 +68,11 @@ def _why_not(runner: Any, rows: Any, pool: Any) -> str:
         return "the adapter does not know how this class keeps states"
     if getattr(pool.mamba_cache.temporal.device, "type", "cpu") not in ("cpu", "cuda"):
         return "states on such a device are not recorded"
-    if getattr(rows, "enable_mamba_extra_buffer", False):
-        return "checkpoints that a forward saves itself are not recorded"
+    layers = getattr(getattr(runner, "attn_backend", None), "linear_attn_backend", None)
+    if getattr(rows, "enable_mamba_extra_buffer", False) and (
+        type(layers).__name__ not in _SAVES or not _chunk(runner)
+    ):
+        return "checkpoints that a forward saves itself are not recorded of this attention"
     if getattr(arguments, "speculative_algorithm", None):
         return "states that drafts roll back are not recorded"
     elsewhere = getattr(arguments, "enable_hierarchical_cache", False)
@@ -100,11 +106,50 @@ def _indices(backend: Any, bs: int) -> Any | None:
     return indices if indices is not None and indices.ndim == 1 and indices.numel() >= bs else None
 
 
-def state_indices(runner: Any, batch: Any, bs: int) -> tuple[StateIndices, ...]:
-    """Return the slots that the layers of a model runner's forward are given on the device, nothing if nobody knows."""
+def state_indices(runner: Any, batch: Any, bs: int) -> tuple[StateIndices | SavedStates, ...]:
+    """Return the slots that the layers of a model runner's forward are given on the device, and those in which they save states;
+    nothing if nobody knows.
+    """
     backend = backend_of_all() or getattr(batch, "attn_backend", None) or getattr(runner, "attn_backend", None)
     indices = _indices(backend, bs)
-    return () if indices is None or indices.device != batch.req_pool_indices.device else (StateIndices(indices),)
+    if indices is None or indices.device != batch.req_pool_indices.device:
+        return ()
+    if getattr(batch, "mamba_track_mask", None) is None:
+        return (StateIndices(indices),)
+    saved = saved_states(runner, batch, backend, bs)
+    return () if saved is None else (StateIndices(indices), saved)
+
+
+def saved_states(runner: Any, batch: Any, backend: Any, bs: int) -> SavedStates | None:
+    """Return where a batch's forward saves states, and how many tokens each is behind; None if nobody knows.
+
+    In a CUDA graph these are computed anew at each launch, from the tensors that the layers get.
+    """
+    import torch
+
+    layers = getattr(backend, "linear_attn_backend", None)
+    slots = getattr(getattr(layers, "forward_metadata", None), "mamba_track_indices", None)
+    if slots is None or slots.numel() < bs or type(layers).__name__ not in _SAVES:
+        return None
+    tokens = batch.seq_lens[:bs]
+    if not batch.forward_mode.is_decode():
+        upto, prefix, chunk = batch.mamba_track_seqlens, batch.extend_prefix_lens, _chunk(runner)
+        if upto is None or prefix is None or not chunk:
+            return None
+        prefix = prefix[:bs]
+        tokens = prefix + (upto[:bs] - prefix) // chunk * chunk
+    return SavedStates(torch.where(batch.mamba_track_mask[:bs], slots[:bs], -1), tokens)
+
+
+def _chunk(runner: Any) -> int:
+    """Return of how many tokens at a time an engine's layers can save states, 0 if nobody knows."""
+    arguments = runner.server_args
+    try:
+        from sglang.srt.arg_groups.overrides import mamba_cache_chunk_size
+
+        return int(mamba_cache_chunk_size(arguments))
+    except Exception:  # noqa: BLE001  # another version says it itself
+        return int(getattr(arguments, "mamba_cache_chunk_size", 0) or 0)
 
 
 def without_states(header: TraceHeader, reason: str) -> tuple[TraceHeader, list[NotWatched]]:
@@ -116,9 +161,10 @@ def without_states(header: TraceHeader, reason: str) -> tuple[TraceHeader, list[
 class StateHooks:
     """What is recorded of one runner's state pool, the header's `pool`; after a fault, that nobody knows what it holds."""
 
-    def __init__(self, recorder: Any, pool: int) -> None:
+    def __init__(self, recorder: Any, pool: int, runner: Any) -> None:
         self._recorder = recorder
         self._pool = pool
+        self._runner = runner
         self._failed = False
         # On a device the recorder reads them there, behind the change: nobody waits for them here.
         on_device = isinstance(recorder, DeviceRecorder)
@@ -152,10 +198,15 @@ class StateHooks:
         self._failed = True
         self._recorder.give_up_states()
 
-    def access(self, backend: Any, prefix_lens: Int64Array) -> StateAccess | None:
+    def access(self, backend: Any, batch: Any, prefix_lens: Int64Array) -> StateAccess | None:
         """Return which slots a forward's layers read and write, by the metadata that they are given; None for unknown."""
-        indices = _indices(backend, prefix_lens.size)
+        bs = prefix_lens.size
+        indices = _indices(backend, bs)
         if self._failed or indices is None:
             return None
-        slots = own_int64(indices[: prefix_lens.size])
-        return StateAccess(reads=np.where(prefix_lens > 0, slots, -1), writes=slots)
+        slots = own_int64(indices[:bs])
+        access = StateAccess(reads=np.where(prefix_lens > 0, slots, -1), writes=slots)
+        if getattr(batch, "mamba_track_mask", None) is None:
+            return access
+        saved = saved_states(self._runner, batch, backend, bs)
+        return None if saved is None else access._replace(saves=saved.slots, saved_tokens=saved.tokens)

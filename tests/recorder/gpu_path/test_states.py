@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture import model_forward
-from kvcanary.kernels.capture.frames import StateIndices
+from kvcanary.kernels.capture.frames import SavedStates, StateIndices
 from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.capture.recurrent import StateAccess
-from kvcanary.recorder.state.recurrent import STEP
+from kvcanary.recorder.state.recurrent import SAVE, STEP
 from kvcanary.recorder.trace.header import PoolGroup, Runner, StatePool, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
@@ -58,9 +58,10 @@ class Engine:
         self.host.state_changed(what, pool=pool, slots=to, sources=of)
         self.device.state_changed(what, pool=pool, slots=to, sources=of)
 
-    def forward(self, rows, prefix, slots, *, host=True, **how):
-        """One token for each request; `slots[pool]` are read and written."""
+    def forward(self, rows, prefix, slots, *, host=True, saves=(), **how):
+        """One token for each request; `slots[pool]` are read and written, and `saves[pool]` are slots and tokens `[2, bs]`."""
         slots = [np.array(one, np.int64) for one in slots]
+        saved = [*saves, *[np.zeros((2, 0), np.int64)] * (len(slots) - len(saves))]
         if host:
             self.host.before_forward(
                 ForwardInput(
@@ -73,19 +74,27 @@ class Engine:
                     positions=prefix,
                     out_cache_loc=(np.arange(len(rows)) + 1,),
                     reads=(self.table,),
-                    states=tuple(StateAccess(np.where(np.array(prefix) > 0, one, -1), one) for one in slots),
+                    states=tuple(
+                        StateAccess(np.where(np.array(prefix) > 0, one, -1), one, False, *more)
+                        for one, more in zip(slots, saved, strict=True)
+                    ),
                 )
             )
-        self._begin_on_device(rows, prefix, slots, **how)
+        self._begin_on_device(rows, prefix, slots, saves=saves, **how)
         for pool, one in enumerate(slots):
             for row, slot in zip(rows, one.tolist(), strict=True):
                 for part in self.parts[pool]:
                     if row and 0 <= slot < STATES:
                         part[slot] += 1
+        for pool, (one, tokens) in enumerate(saves):
+            for row, slot, count in zip(rows, one.tolist(), tokens.tolist(), strict=True):
+                for part in self.parts[pool]:
+                    if row and 0 <= slot < STATES:
+                        part[slot] = count
         for recorder in (self.host, self.device) if host else (self.device,):
             recorder.after_forward()
 
-    def _begin_on_device(self, rows, prefix, slots, *, split=None, spaced=1, slot_type=torch.int32):
+    def _begin_on_device(self, rows, prefix, slots, *, saves=(), split=None, spaced=1, slot_type=torch.int32):
         def tensor(values):
             there = torch.full((len(values) * spaced + 1,), 77, dtype=slot_type)
             there[: len(values) * spaced : spaced] = torch.from_numpy(values).to(slot_type)
@@ -104,8 +113,9 @@ class Engine:
                 out_cache_loc=torch.arange(len(rows)) + 1,
                 num_tokens=len(rows),
                 requests=BatchRequests(ids=np.array(rows, np.int64) * 7),
-                states=tuple(
-                    StateIndices(tensor(first), None if second is None else tensor(second)) for first, second in cut
+                states=(
+                    *(StateIndices(tensor(first), None if second is None else tensor(second)) for first, second in cut),
+                    *(SavedStates(torch.from_numpy(to), tensor(tokens)) for to, tokens in saves),
                 ),
             )
         )
@@ -140,6 +150,10 @@ def test_a_careless_engine_is_taken_down_alike(tmp_path):
             rows,
             rng.integers(0, 9, bs).tolist(),
             slots,
+            saves=[
+                (np.where(rng.random(bs) < 0.5, -1, rng.permutation(STATES)[:bs]), rng.integers(0, 9, bs))
+                for _ in range(number % 3)
+            ],
             split=None if number % 3 else int(rng.integers(0, bs + 1)),
             spaced=1 + number % 2,
             slot_type=(torch.int32, torch.int64)[number // 2 % 2],
@@ -171,6 +185,16 @@ def test_a_pool_of_which_a_slot_does_not_exist_is_unknown(tmp_path):
         engine.forward([1, 2], [3, 4], [[2, wrong], [1, 3]], host=False)
     _, device = engine.close()
     assert [{(pool, op) for pool, op, *_ in ops} for ops in device] == [{(1, STEP)}] * 3
+
+
+def test_a_pool_of_which_a_saved_slot_does_not_exist_is_unknown(tmp_path):
+    engine = Engine(tmp_path, np.random.default_rng(1))
+    saves = [(np.array([5, STATES]), np.array([4, 5])), (np.array([5, -1]), np.array([4, 5]))]
+    engine.forward([1, 2], [3, 4], [[2, 4], [1, 3]], saves=saves, host=False)
+    _, device = engine.close()
+    assert [[tuple(op[:5]) for op in ops] for ops in device] == [
+        [(1, STEP, 0, 1, 1), (1, STEP, 1, 3, 3), (1, SAVE, 0, 4, 5)]
+    ]
 
 
 def test_changes_before_a_forward_that_is_lost_are_lost_with_it(tmp_path):

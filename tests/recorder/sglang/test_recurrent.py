@@ -108,7 +108,7 @@ class Told:
 
 def hooked() -> tuple[MambaPool, Told, StateHooks]:
     pool, told = MambaPool(), Told()
-    hooks = StateHooks(told, 0)
+    hooks = StateHooks(told, 0, runner(None))
     for name, hook in hooks.hooks().items():
         assert wrap_method(pool, name, hook, lambda *_: None)
     return pool, told, hooks
@@ -126,7 +126,7 @@ def test_copies_and_clears_are_told_once_they_are_done() -> None:
     pool.copy_from(torch.tensor([1]), torch.tensor([3]))
     pool.clear_slots(torch.tensor([1, 2]))
     assert told.changes == [("copy", 0, [3], [1]), ("clear", 0, [1, 2], [])]
-    access = hooks.access(backend(3, 1), np.array([4, 0]))
+    access = hooks.access(backend(3, 1), SimpleNamespace(), np.array([4, 0]))
     assert access is not None
     assert (access.reads.tolist(), access.writes.tolist()) == ([3, -1], [3, 1])
 
@@ -135,5 +135,51 @@ def test_after_a_change_that_failed_nobody_knows_what_the_slots_hold() -> None:
     pool, _, hooks = hooked()
     with pytest.raises(IndexError):
         pool.copy_from(torch.tensor([9]), torch.tensor([3]))
-    assert hooks.access(backend(3, 1), np.array([4, 0])) is None
-    assert hooked()[2].access(SimpleNamespace(), np.array([4])) is None
+    assert hooks.access(backend(3, 1), SimpleNamespace(), np.array([4, 0])) is None
+    assert hooked()[2].access(SimpleNamespace(), SimpleNamespace(), np.array([4])) is None
+
+
+class Mamba2AttnBackend(SimpleNamespace):
+    """Saves states of whole chunks where the batch says."""
+
+
+class ShortConvAttnBackend(Mamba2AttnBackend):
+    """May save them otherwise."""
+
+
+def saving(layers: type = Mamba2AttnBackend, chunk: int = 8) -> tuple[Any, Any]:
+    """Return a model runner with extra buffers, and its attention."""
+    metadata = SimpleNamespace(
+        mamba_cache_indices=torch.tensor([3, 1]), mamba_track_indices=torch.tensor([2, 0, 7], dtype=torch.int64)
+    )
+    attention = SimpleNamespace(linear_attn_backend=layers(forward_metadata=metadata))
+    made = runner(MambaPool(), rows={"enable_mamba_extra_buffer": True}, mamba_cache_chunk_size=chunk)
+    made.attn_backend = attention
+    return made, attention
+
+
+def batch(mode: str, **more: Any) -> Any:
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode=lambda: mode == "decode"),
+        mamba_track_mask=torch.tensor([True, False]),
+        seq_lens=torch.tensor([24, 6]),
+        extend_prefix_lens=torch.tensor([3, 0]),
+        mamba_track_seqlens=torch.tensor([24, -1]),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("decode", 24), ("extend", 19)])
+def test_states_that_a_forward_saves_are_whole_chunks_or_all_of_a_decode(mode: str, tokens: int) -> None:
+    made, attention = saving()
+    assert isinstance(state_pool(made, 0), tuple)
+    access = StateHooks(Told(), 0, made).access(attention, batch(mode), np.array([3, 0]))
+    assert access is not None
+    assert (access.saves.tolist(), access.saved_tokens.tolist()[0]) == ([2, -1], tokens)
+
+
+@pytest.mark.parametrize("made", [lambda: saving(ShortConvAttnBackend), lambda: saving(chunk=0)])
+def test_what_another_attention_saves_is_not_known(made: Any) -> None:
+    own, attention = made()
+    assert isinstance(state_pool(own, 0), NotWatched)
+    assert StateHooks(Told(), 0, own).access(attention, batch("extend"), np.array([3, 0])) is None

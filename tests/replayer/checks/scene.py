@@ -26,6 +26,7 @@ class Part:
     prefix: int
     slots: tuple[int, ...]
     state: int = -1  # slot of recurrent state
+    saves: tuple[int, int] = (-1, 0)  # the slot in which the state behind so many tokens is left, too
 
 
 class Scene:
@@ -160,6 +161,8 @@ class Scene:
         for part in parts:
             if part.state >= 0:
                 self.states[part.state] = part.prefix + len(part.slots) if leaves is None else leaves
+            if part.saves[0] >= 0:
+                self.states[part.saves[0]] = part.saves[1]
         tokens, lens = sampled
         given = [*lens, *[0] * pad] if len(lens) else ()
         self.recorder.after_forward(sampled_tokens=tokens, sampled_lens=given, failed=failed)
@@ -171,7 +174,8 @@ class Scene:
             return ()
         writes = [part.state for part in parts] + [-1] * pad
         reads = [part.state if part.prefix else -1 for part in parts] + [-1] * pad
-        return (StateAccess(reads=reads, writes=writes),)
+        saves, tokens = zip(*(part.saves for part in parts), *[(-1, 0)] * pad, strict=True)
+        return (StateAccess(reads=reads, writes=writes, saves=saves, saved_tokens=tokens),)
 
     def start(self, request: int, row: int, slots) -> int:
         """Admit a request, give it slots, compute them in one forward; return that forward's event."""

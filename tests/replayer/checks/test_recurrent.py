@@ -85,6 +85,49 @@ def shared(scene: Scene) -> None:
     scene.forward(*parts)
 
 
+def saves(scene: Scene, tokens: int = 4, other: int = 0) -> Scene:
+    """As `healthy`, but the second chunk is longer, and its forward saves the state behind four tokens itself; beside it
+    another prompt's may be saved.
+    """
+    scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1))
+    parts = [Part(request=1, row=1, prefix=2, slots=(3, 4, 5), state=1, saves=(CHECKPOINT, tokens))]
+    if other:
+        parts.append(Part(request=3, row=3, prefix=0, slots=(10, 11, 12, 13), state=3, saves=(OTHER, 4)))
+    scene.forward(*parts)
+    scene.tokens[2] = scene.token(1).copy()
+    scene.tokens[2][4:] += 50
+    scene.table[2, :4] = (1, 2, 3, 4)
+    return scene
+
+
+def saved_for_another_prefix(scene: Scene) -> None:
+    hit(saves(scene, other=1), OTHER)
+
+
+def saved_behind_another_token(scene: Scene) -> None:
+    hit(saves(scene, tokens=3))
+
+
+def saved_and_damaged(scene: Scene) -> None:
+    saves(scene)
+    scene.states[CHECKPOINT] += 1
+    hit(scene)
+
+
+def saved_over(scene: Scene) -> None:
+    """What one decode has saved another saves over before it is read."""
+    saves(scene)
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11, 12, 13), state=3, saves=(CHECKPOINT, 4)))
+    hit(scene)
+
+
+def saved_by_a_forward_that_failed(scene: Scene) -> None:
+    saves(scene)
+    part = Part(request=3, row=3, prefix=0, slots=(10, 11), state=3, saves=(CHECKPOINT, 2))
+    scene.forward(part, failed=True)
+    hit(scene)
+
+
 def never_filled(scene: Scene) -> None:
     """A slot that nobody was seen to fill holds nobody knows what."""
     healthy(scene)
@@ -173,6 +216,10 @@ FAULTS = {
     freed_early: [("other_prefix", 1, 3)],
     freed_early_in_slot_0: [("other_prefix", 1, 3)],
     damaged: [("changed_bytes", 2, 1)],
+    saved_for_another_prefix: [("other_prefix", 2, 3)],
+    saved_behind_another_token: [("other_position", 2, 1)],
+    saved_and_damaged: [("changed_bytes", 2, 1)],
+    saved_over: [("other_prefix", 2, 3)],
     shared: [("same_forward", 2, 1)],
     put_back: [("left_as_it_was", 1, 1)],
     nothing_restored: [("cleared", 2, -1)],
@@ -205,7 +252,13 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
         failed,
         lost,
         repeated,
+        saved_by_a_forward_that_failed,
+        lambda scene: hit(
+            saves(scene, tokens=1)
+        ),  # of tokens that the forward does not add nobody knows which they are
+        lambda scene: hit(saves(scene, tokens=6)),
         lambda scene: hit(healthy(scene)),
+        lambda scene: hit(saves(scene, other=1)),
     ],
 )
 def test_what_nobody_knows_is_judged_by_nothing(act: Callable[[Scene], object], tmp_path: Path) -> None:
@@ -227,12 +280,14 @@ def test_every_way_of_replaying_finds_it(act: Callable[[Scene], object], tmp_pat
 
 
 @pytest.mark.parametrize(
-    "act", [wrong_checkpoint, late_checkpoint, freed_early, nothing_restored], ids=lambda act: act.__name__
+    "act",
+    [wrong_checkpoint, late_checkpoint, freed_early, nothing_restored, saved_for_another_prefix, saved_over],
+    ids=lambda act: act.__name__,
 )
 def test_a_segment_alone_knows_what_the_slots_hold(act: Callable[[Scene], object], tmp_path: Path) -> None:
     scene = played(act, tmp_path / "t.arrow")
     whole = told(scene.judge("state_differs"))
-    segments = cut(tmp_path / "t.arrow", tmp_path / "cut.arrow", seed=1, least=7, most=8)
+    segments = cut(tmp_path / "t.arrow", tmp_path / "cut.arrow", seed=1, least=6, most=7)
     found = []
     for segment in segments:
         folder = segment.with_suffix(".alone")
@@ -264,7 +319,7 @@ def test_the_forward_tells_what_happened_in_order(tmp_path: Path) -> None:
         for view in read_trace(tmp_path / "t.arrow")
         if view.kind == "forward"
     ]
-    clear, copy, step = range(len(RECURRENT_OPS))
+    clear, copy, step, _ = range(len(RECURRENT_OPS))
     assert rows[:4] == [
         [(clear, -1, 1), (step, -1, 1)],
         [(step, 1, 1)],
@@ -293,7 +348,7 @@ def test_slots_come_one_for_each_pool(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("pool", 1), ("op", 3), ("op", -1), ("request", 7), ("source", -1), ("source", 99), ("slot", 99), ("slot", -1)],
+    [("pool", 1), ("op", 4), ("op", -1), ("request", 7), ("source", -1), ("source", 99), ("slot", 99), ("slot", -1)],
 )
 def test_what_contradicts_itself_is_left_out(tmp_path: Path, column: str, value: int) -> None:
     played(late_checkpoint, tmp_path / "t.arrow").recorder.close()

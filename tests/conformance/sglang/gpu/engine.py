@@ -30,6 +30,8 @@ def main() -> None:
         }
     if run["model"] == "falcon_h1" and run["graph"]:  # 0.5.16's prefills in graphs end with an illegal access there
         options["disable_prefill_cuda_graph"] = True
+    if run.get("saves"):
+        options |= {"json_model_override_args": json.dumps({"mamba_chunk_size": 16}), "mamba_track_interval": 16}
     engine = Engine(
         model_path=str(MODELS / run["model"]),
         load_format="dummy",
@@ -44,7 +46,7 @@ def main() -> None:
         page_size=run["page"],
         max_total_tokens=512,
         max_running_requests=8,
-        chunked_prefill_size=32,
+        chunked_prefill_size=128 if run.get("saves") else 32,
         random_seed=1,
         port=run["port"] + 1,
         log_level="info",

@@ -90,7 +90,8 @@ def damage_states(what):
     "state-another": a request that hits the prefix cache goes on from the checkpoint that was hit before; "state-shared": a
     new request gets the slot of one that runs, as if that had been freed; "state-late": all checkpoints of running requests are
     saved one forward late;
-    "state-overwritten": a checkpoint is zeroed before it is restored.
+    "state-overwritten": a checkpoint is zeroed before it is restored; "state-earlier": a prefill saves states a chunk before the
+    one that the prefix cache keeps them for; "state-elsewhere": two requests' states are saved in one another's slots.
     """
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -119,6 +120,33 @@ def damage_states(what):
         restoring.pop()
 
     ModelRunner._maybe_execute_deferred_mamba_cow_and_clear = restores
+    if what == "state-earlier":
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        prepare = ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend
+
+        def prepares(self, req):
+            entry, chunk = prepare(self, req), self.model_config.hf_config.mamba_chunk_size
+            chunks = (entry.track_seqlen - len(req.prefix_indices)) // chunk
+            if not entry.track_mask or chunks < 2:
+                return entry
+            say(0)
+            return entry._replace(track_seqlen=len(req.prefix_indices) + (chunks - 1) * chunk + 1)
+
+        ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend = prepares
+    if what == "state-elsewhere":
+        run = ModelRunner.forward
+
+        def runs(self, batch, *args, **kwargs):
+            mask = batch.mamba_track_mask
+            if mask is not None and len(mask) > 1 and bool(mask[:2].all()):
+                slots = batch.mamba_track_indices.clone()
+                slots[:2] = slots[:2].flip(0)
+                batch.mamba_track_indices = slots
+                say(slots[0])
+            return run(self, batch, *args, **kwargs)
+
+        ModelRunner.forward = runs
     if what == "state-late":
         copy, forward = MambaPool.copy_from, ModelRunner.forward
 

@@ -22,6 +22,7 @@ class GpuRun:
     retract: bool = False
     revert: int = 0  # a pull request whose fix SGLang takes back, by its own switch for that
     damage: str = ""  # what plugin.py does within a forward, after the online canary's TAIL or around it
+    saves: bool = False  # forwards save states of recurrent layers often, every 16 tokens
     turns: int = 0  # how often the first requests come again, with what they have got and some more
     seed: int = 1
 
@@ -33,7 +34,7 @@ class GpuRun:
     @property
     def states_watched(self) -> bool:
         """Whether the states of recurrent layers are recorded."""
-        return self.model == "falcon_h1" and self.recorded and not self.overlap
+        return self.model == "falcon_h1" and self.recorded
 
     @property
     def tokens_checked_online(self) -> bool:
@@ -76,8 +77,7 @@ RUNS = (
     GpuRun(name="eagle-recorded", eagle=True, canary=False),
     GpuRun(name="hybrid-off", model=HYBRID, canary=False, recorded=False),
     GpuRun(name="hybrid-recorded", model=HYBRID, canary=False),
-    # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves, which are
-    # not watched
+    # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves
     GpuRun(name="recurrent-eager-off", model=RECURRENT, graph=False, canary=False, recorded=False),
     GpuRun(name="recurrent-eager-recorded", model=RECURRENT, graph=False, canary=False),
     GpuRun(name="recurrent-graph-off", model=RECURRENT, overlap=False, canary=False, recorded=False, turns=2),
@@ -95,6 +95,20 @@ RUNS = (
         )
         for graph in (True, False)
         for damage in ("another", "shared", "late", "overwritten")
+    ),
+    GpuRun(name="recurrent-saves-off", model=RECURRENT, canary=False, recorded=False, saves=True, turns=2),
+    *(
+        GpuRun(
+            name=f"recurrent-saves-{'graph' if graph else 'eager'}-{damage or 'recorded'}",
+            model=RECURRENT,
+            graph=graph,
+            canary=False,
+            damage=f"state-{damage}" if damage else "",
+            saves=True,
+            turns=2,
+        )
+        for graph in (True, False)
+        for damage in ("", "another", "shared", "overwritten", "earlier", "elsewhere")
     ),
     # beside the online canary
     GpuRun(name="none", sweep=4),
