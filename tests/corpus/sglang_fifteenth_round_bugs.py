@@ -89,7 +89,6 @@ def later_layers_do_not_leave_the_prefill(fired: Fired) -> None:
     "hybrid",
     "radix_insert_then_free",
     "free_too_early",
-    "stale_swa_mapping",
     "page_given_twice",
     origin="SGLang-JAX",
 )
@@ -109,6 +108,7 @@ def window_leaves_what_the_tree_has(fired: Fired) -> None:
         if not kv.holds_kv:
             return before(req, pre_len, **kwargs)
         protected, floor = kv.cache_protected_len, type(kv).swa_dead_lo
+        first = kv.get_evicted_seqlen(ComponentType.SWA)
         kv.cache_protected_len = 0
         type(kv).swa_dead_lo = lambda *_: 0
         try:
@@ -117,7 +117,7 @@ def window_leaves_what_the_tree_has(fired: Fired) -> None:
             kv.cache_protected_len = protected
             type(kv).swa_dead_lo = floor
             left = min(kv.get_evicted_seqlen(ComponentType.SWA), protected)
-            gone.update(kwargs["req_to_token_pool"].req_to_token[kv.req_pool_idx, :left].tolist())
+            gone.update(kwargs["req_to_token_pool"].req_to_token[kv.req_pool_idx, first:left].tolist())
 
     import sys
 
@@ -134,7 +134,7 @@ def window_leaves_what_the_tree_has(fired: Fired) -> None:
     _before_forward(look)
 
 
-@bug("sgl-project/sglang#17061", "hybrid-turns", "swa_window_off_by_one", "stale_prefix_hit", "stale_swa_mapping")
+@bug("sgl-project/sglang#17061", "hybrid", "swa_window_off_by_one", "stale_prefix_hit")
 def count_goes_on_behind_a_gap(fired: Fired) -> None:
     """How many tokens of a match still have their sliding slots is not set to none where some have been given back. A match that ends right behind such a gap
     counts what lies before it, and the window of what follows reaches into slots that are not there."""

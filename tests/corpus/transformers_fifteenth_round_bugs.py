@@ -60,7 +60,7 @@ def slots_count_up_to_the_wrapped_place(fired: Fired) -> None:
             return before(allocator, name, past, query)
         if wrapped != allocator.sliding_window - 1:
             fired()
-        return allocator._token_indices_to_physical_indices(name, past - wrapped, wrapped) + [allocator.sentinel_index]
+        return [*allocator._token_indices_to_physical_indices(name, past - wrapped, wrapped), allocator.sentinel_index]
 
 
 @bug("oxiglade/mlx-rs#338", "page16", "kv_write_lost", "kv_write_damaged", origin="mlx-rs")

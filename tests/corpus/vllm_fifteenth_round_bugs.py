@@ -2,7 +2,7 @@
 
 from bugs import Fired, bug, replaces
 from vllm_marks import before_forward
-from vllm_thirteenth_round_bugs import _parts, _states
+from vllm_thirteenth_round_bugs import _states
 
 
 @bug("vllm-project/vllm#28951", "llama-loads-middle", "load_of_other_prefix")
@@ -130,9 +130,17 @@ def state_is_copied_as_if_it_were_in_one_piece(fired: Fired) -> None:
         for state, old in held:
             if bool((state[targets] != old).any()):
                 state[targets] = old
-                fired()
+                damaged.update(targets)
 
     runners: list = []
+    damaged: set[int] = set()
+
+    def look(runner, output):  # what a running request copies is for those that come later
+        size = runner.cache_config.block_size
+        if damaged and any(new.num_computed_tokens % size for new in output.scheduled_new_reqs):
+            fired()
+
+    before_forward(look)
 
     @replaces(gpu_model_runner.GPUModelRunner, "_update_states")
     def _update_states(before, runner, output):
