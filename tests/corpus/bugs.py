@@ -23,6 +23,7 @@ ROUNDS = (
     "twelfth_round",
     "thirteenth_round",
     "fourteenth_round",
+    "fifteenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

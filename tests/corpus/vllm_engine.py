@@ -47,6 +47,7 @@ SETUPS = {
     "llama-loads": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-parts": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-two": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-loads-middle": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-salts": ("llama", {"kv_transfer_config": LOADS}),
     "hybrid-loads": ("hybrid", {"kv_transfer_config": LOADS}),
     "llama-loads-late": (
@@ -68,7 +69,9 @@ SETUPS = {
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
     "delta": ("qwen3_next", {"dtype": "bfloat16"}),
+    "delta-units": ("qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "llama-lora-mixed": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
     "qwen-ngram-page32": ("qwen", NGRAM),
@@ -143,6 +146,11 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
     if setup == "llama-loads-parts":  # that go apart inside a block
         batches = [prompts, [shared[:68] + tokens(50), shared[:68] + tokens(44)], again]
+    if setup == "llama-loads-middle":  # that go on behind a block that is there already
+        batches = [prompts, [shared[:40], prompts[0] + tokens(4), prompts[2] + tokens(3)], again]
+    if setup == "delta-units":  # that go on inside a block, behind a prompt that ends there
+        prompts[1] = tokens(56)
+        batches = [prompts, [prompts[1][:49] + tokens(12), prompts[1] + tokens(20), prompts[1][:50] + tokens(5)], again]
     if setup == "llama-loads-two":  # that have nothing in common and come again together
         prompts[1], prompts[3] = tokens(70), tokens(75)
         batches = [prompts, [prompts[1] + tokens(3), prompts[3] + tokens(5), *again]]
@@ -160,6 +168,9 @@ def generate(setup: str, folder: Path) -> None:
     lora: list = [None] * len(batches)
     if setup == "llama-lora":
         lora = [adapter(folder, 1), adapter(folder, 2)]
+    if setup == "llama-lora-mixed":  # one after the other in each batch
+        both = adapter(folder, 1), adapter(folder, 2, "other tenant")
+        lora = [[both[i % 2] for i in range(len(batch))] for batch in batches]
     outputs = []
     for number, batch in enumerate(batches):
         if number and "kv_transfer_config" in arguments:
@@ -179,8 +190,8 @@ def generate(setup: str, folder: Path) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def adapter(folder: Path, number: int) -> Any:
-    """Write an adapter of random weights for the tiny Llama; return what a request names it by: all have one name."""
+def adapter(folder: Path, number: int, called: str = "tenant") -> Any:
+    """Write an adapter of random weights for the tiny Llama; return what a request names it by: all have one name unless told."""
     import torch
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
@@ -196,7 +207,7 @@ def adapter(folder: Path, number: int) -> Any:
             weights[f"{at}_A.weight"] = torch.randn(8, 96, generator=drawn)
             weights[f"{at}_B.weight"] = torch.randn(width, 8, generator=drawn)
     save_file(weights, place / "adapter_model.safetensors")
-    return LoRARequest("tenant", number, str(place))
+    return LoRARequest(called, number, str(place))
 
 
 def run(name: str, folder: Path) -> int:
