@@ -13,13 +13,17 @@ from typing import Final, NamedTuple
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
+    goes_on_inside,
     its_own_slot,
     lost_all,
     misplaced,
     of_another,
     open_transfer,
+    over_its_window,
     row_moved,
     skipped,
+    still_empty,
+    taken_from_behind,
     twice_in_batch,
     went_elsewhere,
     wrote_to_padding,
@@ -217,7 +221,9 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
             Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one"),
             Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early"),
         }
-        gone = Likely("allocation", lost.get(seen.held, ("swa_window_off_by_one",)))
+        kinds_of_others = ("free_too_early", "radix_insert_then_free", "swa_window_off_by_one")
+        kinds_left = kinds_of_others if taken_from_behind(cluster, sign) else ("swa_window_off_by_one",)
+        gone = Likely("allocation", lost.get(seen.held, kinds_left))
         return gone if missing else Likely("table", ("stale_swa_mapping",))
     if wrote_to_padding(cluster) is not None:
         return Likely("allocation", ("page_given_twice", "double_free"))
@@ -234,6 +240,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     apart = cluster.finding("table_entry_differs")
     if apart is not None and not content and cluster.rewrite_of(apart) is None:
         return Likely("write", ("slot_mapping", "req_to_token"))
+    if still_empty(cluster) is not None and not content:
+        return Likely("write", ("kv_write_lost", "bad_values_written"))
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
         return Likely(cluster.first.branch)
     if any(skipped(cluster, s) for s in head):
@@ -263,6 +271,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return _of_bytes(cluster, seen)
     if sign.kind == "write_to_foreign_slot" and seen.held is Held.JOINED and seen.filled is not Filled.NOBODY:
         return Likely("write", ("shared_page_written", "hit_before_written"))
+    if sign.kind == "write_to_foreign_slot" and goes_on_inside(cluster, sign):
+        return Likely("write", ("shared_page_written", "fork_copy_missing", "page_given_twice"))
     loaded = seen.filled is Filled.LOAD and not cluster.complete  # a load is for whoever reads it
     if seen.held is Held.NEVER and not loaded:
         if seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign)):
@@ -282,6 +292,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         if seen.enough or seen.rewritten or not cluster.complete:
             return Likely("table", ("req_to_token", "slot_mapping", "row_reassigned_in_flight"))
         return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
+    if over_its_window(cluster, sign):
+        return Likely("write", ("slot_mapping", "window_read_wrong"))
     if cluster.window(sign) and seen.filled in (Filled.ITSELF, Filled.ITSELF_ELSEWHERE):
         return Likely("read", ("window_read_wrong", "attention_seq_len_wrong", "slot_mapping"))
     if seen.filled is Filled.AS_CACHED and seen.rewritten and seen.positions:

@@ -137,3 +137,43 @@ def open_transfer(cluster: Cluster, sign: Sign) -> Fact | None:
         elif fact.what in ("received", "receive_failed") or (fact.what == "free" and begun is None):
             begun = None
     return begun if begun is not None and begun.event < sign.writer_event else None
+
+
+def at_the_edge(cluster: Cluster, sign: Sign) -> bool:
+    """Whether what is missing begins with the lowest position of the window."""
+    prefix = cluster.facts.prefixes.get((sign.event, sign.request_id))
+    if prefix is None or not 0 <= sign.group < len(cluster.groups):
+        return not cluster.has_trace and sign.count == 1
+    return 0 <= sign.position - max(0, prefix - cluster.groups[sign.group].window) <= 1
+
+
+def taken_from_behind(cluster: Cluster, sign: Sign) -> bool:
+    """Whether another request wrote what a window misses, and its oldest position is still there: its own end took nothing."""
+    wrote = cluster.last(sign, "written")
+    return wrote is not None and wrote.request_id != sign.request_id and not at_the_edge(cluster, sign)
+
+
+def over_its_window(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request wrote a later token over a position that its window still reads, in the slot where that stood."""
+    own, window = cluster.wrote(sign), cluster.window(sign)
+    ahead = sign.stored_position - sign.position
+    mine = sign.writer_request_id == sign.request_id and own is not None and own[1] == sign.slot
+    return mine and 0 < ahead <= window and own is not None and own[0] < sign.writer_event
+
+
+def goes_on_inside(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request begins to compute inside a page that it was never given: where a hit ended that it goes on behind."""
+    begin, group = cluster.facts.begins.get(sign.request_id), cluster.group(sign)
+    page = cluster.groups[group].page_size if 0 <= group < len(cluster.groups) else 1
+    begins = begin is not None and begin.event == sign.event and begin.prefix_len == sign.position > 0
+    return begins and sign.position % page > 0 and not cluster.was_given(sign)
+
+
+def still_empty(cluster: Cluster) -> Sign | None:
+    """Return a sign of zeros in a slot that was not written before: they may be what the slot was made with."""
+    empty = [
+        s for s in cluster.head if s.kind == "bad_values" and s.cause == "zeros" and cluster.has_trace and s.slot > 0
+    ]
+    return next(
+        (s for s in empty if not any(f.what == "written" and f.event < s.event for f in cluster.history(s))), None
+    )

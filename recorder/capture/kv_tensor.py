@@ -13,7 +13,7 @@ from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream
 from .host_arrays import as_rows, picked
 
-USUAL_ROWS = 64  # of a layer that were not all zeros, before one of zeros says anything
+USUAL_ROWS = 32  # of a layer that were not all zeros, before one of zeros says anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

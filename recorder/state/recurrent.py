@@ -19,10 +19,11 @@ CLEAR, COPY, STEP, SAVE = range(len(RECURRENT_OPS))
 # Columns of `Forward.recurrent`, the trace's.
 POOL, OP, REQUEST, SOURCE, SLOT, BEFORE, AFTER = range(7)
 # Columns of `slots[pool]`: the event that filled it + 1 (0: nothing is known), by which request, how many tokens are in the
-# state, the hash of these tokens and of the bytes (0: unknown).
+# state (-1: it is padding's), the hash of these tokens and of the bytes (0: unknown).
 STATE_EVENT, STATE_REQUEST, STATE_POSITION, STATE_CHAIN, STATE_HASH = range(5)
 _CHAIN_REQUEST, _CHAIN_END, _CHAIN = range(3)
 _NOTHING_READ: Final = 1  # the chain of no tokens
+_NOBODYS: Final = -1  # how many tokens are in a state that is padding's
 
 Truth = npt.NDArray[np.int32] | None
 
@@ -92,16 +93,18 @@ class StateSlots:
                 slots[slot] = forward.event + 1, -1, 0, _NOTHING_READ, new
                 self.cleared[pool, 0] = new or self.cleared[pool, 0]
             elif op == COPY:
-                slots[slot] = slots[source]  # with the hash of what the source is to hold
+                slots[slot] = self._held(pool, source)  # with the hash of what the source is to hold
             elif op == SAVE:
                 slots[slot] = self._saved(forward, request, source, int(before[request]), new)
             else:
-                cause = (
-                    self._judge(forward, truth, request, slots[source], int(before[request]), old)
-                    if source >= 0
-                    else ""
-                )
-                if source >= 0 and not slots[source, STATE_EVENT] and [old, 0] == self.cleared[pool].tolist():
+                state = self._held(pool, source)
+                cause = self._judge(forward, truth, request, state, int(before[request]), old) if source >= 0 else ""
+                if (
+                    not cause
+                    and source >= 0
+                    and not slots[source, STATE_EVENT]
+                    and [old, 0] == self.cleared[pool].tolist()
+                ):
                     # Nobody was seen to fill it, and its bytes say that nobody has; unless they stay what they are, or are
                     # those of a request that begins.
                     cause = "" if old in (0, new) or forward.prefix_lens[request] <= 0 else "cleared"
@@ -111,8 +114,8 @@ class StateSlots:
                 if written.setdefault((pool, slot), request) != request:
                     cause = "same_forward"
                 if cause:
-                    shown = slot if cause == "same_forward" else source
-                    self._misread.append(Misread(pool, request, shown, cause, slots[shown].copy()))
+                    shown, row = (slot, slots[slot]) if cause == "same_forward" else (source, state)
+                    self._misread.append(Misread(pool, request, shown, cause, row.copy()))
                 request_id = int(forward.request_ids[request])
                 slots[slot] = forward.event + 1, request_id, int(ends[request]), int(after[request]), new
             if forward.failed:  # how far it came, nobody knows
@@ -120,6 +123,11 @@ class StateSlots:
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.chains))
         self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]
+
+    def _held(self, pool: int, slot: int) -> Int64Array:
+        """Return a slot's row; of padding's one that says so."""
+        padding = slot in self._header.states[pool].padding_slots
+        return np.array((0, -1, _NOBODYS, 0, 0), np.int64) if padding else self.slots[pool][slot]
 
     def _saved(self, forward: Forward, request: int, position: int, chain: int, found: int) -> Int64Array | int:
         """Return a slot's row that holds a request's state behind its first `position` tokens, 0 for tokens that are not its
@@ -142,6 +150,8 @@ class StateSlots:
     def _judge(self, forward: Forward, truth: Truth, request: int, state: Int64Array, chain: int, found: int) -> str:
         """Say by a finding's cause what is wrong with a state that a request reads, "" for nothing."""
         event, writer, position, theirs, wrote = state.tolist()
+        if position == _NOBODYS:
+            return "padding" if forward.prefix_lens[request] > 0 else ""
         if not event:
             return ""
         if position != int(forward.prefix_lens[request]):

@@ -178,12 +178,14 @@ class StateTable:
 class StatePool:
     """A pool of recurrent state (Mamba, linear attention, short convolutions): a slot is all of a request, or a checkpoint.
 
-    The first `hashed_bytes` of each of a slot's parts in layer `layer` are hashed; `num_layers` layers lie in the pool.
+    The first `hashed_bytes` of each of a slot's parts in layer `layer` are hashed; `num_layers` layers lie in the pool. What
+    `padding_slots` hold is nobody's: a request that goes on from there has no state.
     """
 
     name: Text
     runner: Count = 0
     num_slots: Slots
+    padding_slots: Annotated[tuple[Count, ...], Meta(max_length=schema.MAX_PADDING_SLOTS)] = ()
     layer: Count = 0
     num_layers: Count = 0
     hashed_bytes: Count = 0

@@ -14,6 +14,7 @@ SAID: Final = {  # by cause
     "other_prefix": "it holds another prefix's, of {position} tokens",
     "other_position": "it holds that of {position} tokens",
     "changed_bytes": "its bytes are not those that were left there",
+    "padding": "it is padding's, which is nobody's",
     "cleared": "its bytes are those of a slot that was zeroed, and nobody was seen to fill it",
     "left_as_it_was": "the forward left it as it was, with another token computed",
     "same_forward": "another request of the forward writes it, too",

@@ -13,7 +13,7 @@ from ..cluster import (
     rule,
     samples_query,
 )
-from ..observed import skipped
+from ..observed import over_its_window, skipped
 
 
 @rule("a request's length went back", branch="input", aftermath=True)
@@ -243,6 +243,8 @@ def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
 def _shifted(cluster: Cluster) -> Diagnosis | None:
     """Positions of a window, all of which hold the request's own tokens from the same distance away."""
     first = cluster.first
+    if over_its_window(cluster, first):
+        return None
     wrong = [
         s for s in cluster.head if s.bits & POSITION and s.request_id == first.request_id and s.group == first.group
     ]

@@ -1,6 +1,7 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
+from ..observed import still_empty
 from .allocation import written_again
 
 
@@ -9,7 +10,10 @@ def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
     """A token is written and its slot's bytes are still another token's, written before. (lab)"""
     sign = cluster.finding("write_lost")
     if sign is None:
-        return None
+        sign = still_empty(cluster)
+        said = "the KV write of {0.reader} to {0.place} in {0.when} may not have come to all layers: {0.detail}, and nobody had "
+        said += "written the slot before"
+        return None if sign is None else cluster.diagnosis(0.66, said.format(sign), sign, sign.event, cause=sign.event)
     said = f"the KV write of {sign.reader} to {sign.place} in {sign.when} was lost: it {sign.detail}"
     # Two requests that were given one slot write it in turn; the first one's write is not what is wrong.
     taken = cluster.finding("write_to_foreign_slot", "slot_written_twice", "slot_double_allocated", "slot_freed_twice")
@@ -94,7 +98,7 @@ def layer_changed(cluster: Cluster) -> Diagnosis | None:
 def bad_values_written(cluster: Cluster) -> Diagnosis | None:
     """K or V of a layer get values that no model writes: an overflow, a kernel that reads what nobody wrote, a scale of 0. (lab)"""
     words = "{0.reader} wrote values that no model writes in {0.when}: {0.detail}"
-    return cluster.said_by("bad_values", words)
+    return cluster.said_by("bad_values", words, 0.95 if still_empty(cluster) is None else 0.5)
 
 
 @rule("pool groups share memory", branch="write")

@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
-from ..cluster import CONTENT, Cluster, Diagnosis, Sign, events_query, request_query, rule, slot_query
-from ..observed import its_own_slot, lost_all, misplaced, twice_in_batch
+from ..cluster import CONTENT, Cluster, Diagnosis, events_query, request_query, rule, slot_query
+from ..observed import at_the_edge, its_own_slot, lost_all, misplaced, taken_from_behind, twice_in_batch
 from .allocation import lower_edge, named_twice, own_free
 
 
@@ -128,10 +128,10 @@ def stale_swa_mapping(cluster: Cluster) -> Diagnosis | None:
 def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
     """The window's lower end is computed too high, and a page that is still read freed. (V#47728, S#29860)"""
     missing = next((s for s in cluster.head if s.cause == "swa_slot_missing"), None)
-    if missing is not None:
+    if missing is not None and not taken_from_behind(cluster, missing):
         said = f"{missing.reader} needed {missing.place} in {missing.when}, inside the sliding window, and its sliding-window "
         queries = (slot_query(missing.group, missing.slot), events_query([missing.event]))
-        score = 0.95 if _at_the_edge(cluster, missing) else 0.5
+        score = 0.95 if at_the_edge(cluster, missing) else 0.5
         return cluster.diagnosis(score, f"{said}slot was gone", missing, queries=queries, cause=missing.event)
     for sign in (s for s in cluster.head if s.position >= 0):
         freed = own_free(cluster, sign)
@@ -144,11 +144,3 @@ def swa_window_off_by_one(cluster: Cluster) -> Diagnosis | None:
         events = [sign.event, *([freed.event] if freed is not None else [])]
         return cluster.diagnosis(0.92, said, sign, *events, cause=events[-1])
     return None
-
-
-def _at_the_edge(cluster: Cluster, sign: Sign) -> bool:
-    """Whether what is missing begins with the lowest position of the window."""
-    prefix = cluster.facts.prefixes.get((sign.event, sign.request_id))
-    if prefix is None or not 0 <= sign.group < len(cluster.groups):
-        return not cluster.has_trace and sign.count == 1
-    return 0 <= sign.position - max(0, prefix - cluster.groups[sign.group].window) <= 1

@@ -80,7 +80,9 @@ class VllmStates:
         if not why:
             number = len(self.pools)
             sizes = {"num_slots": num_blocks, "num_layers": len(group.layer_names), "hashed_bytes": MOST_BYTES}
-            self.pools.append(StatePool(name=f"mamba{number or ''}", layer=layer_number(name), **sizes))
+            self.pools.append(
+                StatePool(name=f"mamba{number or ''}", layer=layer_number(name), padding_slots=(0,), **sizes)
+            )
             self.parts[number] = list(parts)
             self._gids.append(gid)
             self._layers.append(name)

@@ -33,7 +33,14 @@ class Scene:
     """Every method tells one event and returns its number; tokens are `100 * request + position` until changed."""
 
     def __init__(
-        self, path: Path, *, complete: bool = True, window: int = 0, draft: bool = False, states: bool = False
+        self,
+        path: Path,
+        *,
+        complete: bool = True,
+        window: int = 0,
+        draft: bool = False,
+        states: bool = False,
+        padding_states: tuple[int, ...] = (),
     ) -> None:
         self.path = path
         full = PoolGroup(name="full", num_slots=SLOTS, host_num_slots=SLOTS)
@@ -49,7 +56,9 @@ class Scene:
             truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
             runners=(Runner(), Runner(name="draft", token_offset=1)) if draft else (Runner(),),
             slot_history="complete" if complete else "",
-            states=(StatePool(name="mamba", num_slots=ROWS, hashed_bytes=8),) if states else (),
+            states=(StatePool(name="mamba", num_slots=ROWS, hashed_bytes=8, padding_slots=padding_states),)
+            if states
+            else (),
         )
         self.states = np.zeros((ROWS, 2), np.int64)  # recurrent: how many tokens are in it, and their sum
         sources = {0: [self.states]} if states else {}

@@ -298,6 +298,19 @@ def test_a_segment_alone_knows_what_the_slots_hold(act: Callable[[Scene], object
     assert [one[:4] for one in told(found)] == [one[:4] for one in whole]  # keyframes are events, too
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_what_padding_has_is_nobodys(tmp_path: Path, copied: bool) -> None:
+    scene = Scene(tmp_path / "t.arrow", complete=False, states=True, padding_states=(0,))
+    healthy(scene)
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=0))  # one that begins reads nothing there
+    if copied:
+        scene.copy_state(0, 2)
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2 if copied else 0))
+    rows = scene.judge("state_differs")
+    assert [(row["cause"], row["request_id"], row["other_request_id"]) for row in rows] == [("padding", 2, -1)]
+    assert "it is padding's, which is nobody's" in rows[0]["detail"]
+
+
 def test_an_unknown_token_makes_a_chain_unknown_and_positions_are_judged_still(tmp_path: Path) -> None:
     def act(scene: Scene) -> None:
         scene.forward(Part(request=1, row=1, prefix=0, slots=(1, 2), state=1), inputs={(1, 1): -1})
