@@ -30,6 +30,9 @@ def main() -> None:
         }
     if run["model"] == "falcon_h1" and run["graph"]:  # 0.5.16's prefills in graphs end with an illegal access there
         options["disable_prefill_cuda_graph"] = True
+    saves = run.get("saves") or run["model"] == "qwen3_next"
+    if run["model"] == "qwen3_next":
+        options |= {"disable_prefill_cuda_graph": True, "mamba_track_interval": 64}
     if run.get("saves"):
         options |= {"json_model_override_args": json.dumps({"mamba_chunk_size": 16}), "mamba_track_interval": 16}
     engine = Engine(
@@ -44,9 +47,9 @@ def main() -> None:
         disable_cuda_graph=not run["graph"],
         disable_overlap_schedule=not run["overlap"],
         page_size=run["page"],
-        max_total_tokens=512,
+        max_total_tokens=512 * run.get("longer", 1),
         max_running_requests=8,
-        chunked_prefill_size=128 if run.get("saves") else 32,
+        chunked_prefill_size=(128 if saves else 32) * run.get("longer", 1),
         random_seed=1,
         port=run["port"] + 1,
         log_level="info",
@@ -55,11 +58,11 @@ def main() -> None:
     rng = random.Random(run["seed"])
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(3, 500) for _ in range(count)]
+        return [rng.randrange(3, 500) for _ in range(count * run.get("longer", 1))]
 
     shared = tokens(20)
     prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
-    prompts.append(prompts[0][:28] + tokens(9))
+    prompts.append(prompts[0][: 28 * run.get("longer", 1)] + tokens(9))
     batches = [prompts[:4], prompts[4:]]  # the later ones hit the prefix cache
     for _ in range(run.get("again", 0)):  # others push the first ones out of the pool before they come again
         batches += [[tokens(60) for _ in range(6)], prompts[:4]]

@@ -91,7 +91,7 @@ def damage_states(what):
     new request gets the slot of one that runs, as if that had been freed; "state-late": all checkpoints of running requests are
     saved one forward late;
     "state-overwritten": a checkpoint is zeroed before it is restored; "state-earlier": a prefill saves states a chunk before the
-    one that the prefix cache keeps them for; "state-elsewhere": two requests' states are saved in one another's slots.
+    one that the prefix cache keeps them for; "state-elsewhere": requests' states are saved in one another's slots.
     """
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -126,7 +126,7 @@ def damage_states(what):
         prepare = ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend
 
         def prepares(self, req):
-            entry, chunk = prepare(self, req), self.model_config.hf_config.mamba_chunk_size
+            entry, chunk = prepare(self, req), getattr(self.model_config.hf_config, "mamba_chunk_size", 64)
             chunks = (entry.track_seqlen - len(req.prefix_indices)) // chunk
             if not entry.track_mask or chunks < 2:
                 return entry
@@ -139,9 +139,9 @@ def damage_states(what):
 
         def runs(self, batch, *args, **kwargs):
             mask = batch.mamba_track_mask
-            if mask is not None and len(mask) > 1 and bool(mask[:2].all()):
+            if mask is not None and int(mask.sum()) > 1:
                 slots = batch.mamba_track_indices.clone()
-                slots[:2] = slots[:2].flip(0)
+                slots[mask] = slots[mask].roll(1)
                 batch.mamba_track_indices = slots
                 say(slots[0])
             return run(self, batch, *args, **kwargs)

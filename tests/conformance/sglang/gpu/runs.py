@@ -23,6 +23,7 @@ class GpuRun:
     revert: int = 0  # a pull request whose fix SGLang takes back, by its own switch for that
     damage: str = ""  # what plugin.py does within a forward, after the online canary's TAIL or around it
     saves: bool = False  # forwards save states of recurrent layers often, every 16 tokens
+    longer: int = 1  # times as long are prompts and the chunks that they are computed in
     turns: int = 0  # how often the first requests come again, with what they have got and some more
     seed: int = 1
 
@@ -34,7 +35,7 @@ class GpuRun:
     @property
     def states_watched(self) -> bool:
         """Whether the states of recurrent layers are recorded."""
-        return self.model == "falcon_h1" and self.recorded
+        return self.model in (RECURRENT, GATED) and self.recorded
 
     @property
     def tokens_checked_online(self) -> bool:
@@ -67,7 +68,7 @@ class GpuRun:
 
 REQ, USED, POST, UNUSED = "REQ_TO_TOKEN", "REAL_KV_USED", "REAL_KV_POST_FORWARD", "REAL_KV_UNUSED_CACHE"
 HYBRID = "mellum_hybrid"
-RECURRENT = "falcon_h1"
+RECURRENT, GATED = "falcon_h1", "qwen3_next"
 
 RUNS = (
     # what recording changes of the outputs: nothing
@@ -108,7 +109,22 @@ RUNS = (
             turns=2,
         )
         for graph in (True, False)
-        for damage in ("", "another", "shared", "overwritten", "earlier", "elsewhere")
+        for damage in ("", "another", "overwritten", "earlier", "elsewhere")
+    ),
+    # gated delta nets, which save states every 64 tokens
+    GpuRun(name="gated-off", model=GATED, canary=False, recorded=False, longer=4, turns=2),
+    *(
+        GpuRun(
+            name=f"gated-{'graph' if graph else 'eager'}-{damage or 'recorded'}",
+            model=GATED,
+            graph=graph,
+            canary=False,
+            damage=f"state-{damage}" if damage else "",
+            longer=4,
+            turns=2,
+        )
+        for graph in (True, False)
+        for damage in ("", "another", "earlier", "elsewhere")
     ),
     # beside the online canary
     GpuRun(name="none", sweep=4),

@@ -39,7 +39,7 @@ def run_side_by_side(engines: list[Engine], folder: Path, timeout_s: float) -> N
             started[engine.place] = subprocess.Popen(
                 command, env=ours | engine.environment, stdout=log, stderr=log, start_new_session=True
             )
-        time.sleep(0.3)
+        time.sleep(1.5)  # each looks how much memory the others have left
     deadline = time.monotonic() + timeout_s
     for place, process in started.items():
         try:
