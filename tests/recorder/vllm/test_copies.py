@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, HostPages
 from kvcanary.recorder.engines.vllm.connectors.storages import StepStorage
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
@@ -65,12 +66,11 @@ class Played:
         kept = SimpleNamespace(copied=lambda _, src, dst, **__: self.copied.append((src.tolist(), dst.tolist())))
         layout: Any = SimpleNamespace(groups=[own], kv=kept)
         layers = {"l": SimpleNamespace(kv_cache=kv)}
-        requests: Any = {"r": SimpleNamespace(request_id=7)}
         self.faults: list[str] = []
         self.other, pages = Connector(kv), HostPages(layout)
         for connector in (self.other, self.connector):
             storage = StepStorage(connector, connector, layers, layout)
-            self.copies = ConnectorCopies(storage, layout, requests, self.recorder, pages)
+            self.copies = ConnectorCopies(storage, layout, self.recorder, pages)
             self.copies.attach(lambda hook, _: self.faults.append(hook))
 
     def step(self, stores: Any = (), loads: Any = (), held: tuple[int, ...] = ()) -> None:
@@ -102,7 +102,7 @@ def test_what_was_stored_is_known_when_it_is_loaded(played: Played) -> None:
     store, load = played.events()
     assert (column(store, "src"), column(store, "dst"), column(store, "count")) == ([8, 12], [4, 8], [4, 4])
     assert column(store, "src_hash") == column(store, "dst_hash") and len(set(column(store, "src_hash"))) == 2
-    assert (column(load, "src"), column(load, "dst"), load.scalar("request_id")) == ([8], [20], 7)
+    assert (column(load, "src"), column(load, "dst"), load.scalar("request_id")) == ([8], [20], request_id_of("r"))
     assert column(load, "src_hash") == column(load, "dst_hash") == column(store, "src_hash")[1:]
     assert column(load, "before_hash") != column(load, "src_hash")
     assert played.copied[-1] == ([8, 9, 10, 11], [20, 21, 22, 23])

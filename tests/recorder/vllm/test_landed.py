@@ -47,8 +47,7 @@ class Played:
         layout = self.layout
         layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in zip("ab", self.kv, strict=True)}
         self.landed = LandedBlocks(self.connector, layers, layout)
-        requests: Any = self.requests
-        copies = ConnectorCopies(self.landed, layout, requests, self.recorder)
+        copies = ConnectorCopies(self.landed, layout, self.recorder)
         self.faults: list[Exception] = []
         copies.attach(lambda _, error: self.faults.append(error))
 

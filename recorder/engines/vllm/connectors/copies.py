@@ -20,8 +20,8 @@ from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
 from ...common.copy_bounds import LATE_STEPS, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
+from ...common.requests import request_id_of
 from ..layout import VllmLayout
-from ..step import VllmRequests
 from .ends import DeviceEnds, HostEnds, Known, Look, Page, Storage
 
 MAX_ENDED: Final = 256  # loads that have ended and are not recorded yet: the slots of older ones stay unknown
@@ -92,13 +92,11 @@ class ConnectorCopies:
         self,
         storage: Storage,
         layout: VllmLayout,
-        requests: VllmRequests,
         recorder: Recorder | DeviceRecorder,
         pages: HostPages | None = None,
     ) -> None:
         self._storage = storage
         self._layout = layout
-        self._requests = requests
         self._recorder: Recorder
         self._ends: HostEnds | DeviceEnds
         self._later: Any = None
@@ -174,7 +172,7 @@ class ConnectorCopies:
     ) -> None:
         """Record of a request's blocks that they hold what their pages do ("load-back"), or only hashes of the ends."""
         found = [self._pages.find(self, page)[0] for page in pages]
-        whole, known = note == "load-back", self._requests.get(name)
+        whole = note == "load-back"
         at = [i for i, host in enumerate(found) if host or not whole]
         self._record(
             note,
@@ -186,7 +184,7 @@ class ConnectorCopies:
             np.array(here, np.int64)[at],
             whole=whole,
             before=np.array(before, np.int64)[at],
-            request_id=-1 if known is None else known.request_id,
+            request_id=request_id_of(name) if name else -1,  # which may not have run yet
         )
 
     def begin_load(self, name: str, pages: list[Page]) -> LoadJob:
@@ -265,7 +263,6 @@ class ConnectorCopies:
                 # Nothing is known of what was stored before the recording, or too long ago.
                 parts.setdefault((one.name or holder, bool(hosts[i])), []).append(i)
             for (name, known), at in parts.items():
-                request = self._requests.get(name)
                 self._record(
                     "load-back",
                     TIER_HOST,
@@ -277,7 +274,7 @@ class ConnectorCopies:
                     whole=known,
                     before=one.before[at],
                     landed=one.landed[at],
-                    request_id=-1 if request is None else request.request_id,
+                    request_id=request_id_of(name) if name else -1,
                 )
 
     def forget(self, name: str) -> None:

@@ -65,7 +65,7 @@ class ExternalLoads:
     ) -> None:
         pages = HostPages(layout)
         storages = dict.fromkeys(member.storage for member in members if member.storage is not None)
-        self._copies = [ConnectorCopies(storage, layout, requests, recorder, pages) for storage in storages]
+        self._copies = [ConnectorCopies(storage, layout, recorder, pages) for storage in storages]
         # Of connectors that are not known, what has landed.
         self._seen = [
             (copies, storage)
