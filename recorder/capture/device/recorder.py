@@ -307,6 +307,10 @@ class DeviceRecorder:
             inside = (own >= 0) & (own < self.header.groups[group].num_slots)
             self._capture.shadows.forget_slots(group, own[inside])
 
+    def forget_slots(self, group: int, slots: Any) -> None:
+        """Take for unknown what lies in slots of a pool from here on: any integer tensor, whose outermost stand for those beyond."""
+        self._capture.shadows.forget_slots(group, slots.clamp(0, self.header.groups[group].num_slots - 1))
+
     def _caught_up(self) -> bool:
         """Wait until everything queued so far is recorded, and return whether the trace can continue from it.
 

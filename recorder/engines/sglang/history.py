@@ -125,7 +125,7 @@ class GroupHistory:
     def _freed(self, freed: Int64Array, scale: int, kind: SlotChange, note: str = "") -> None:
         """Record that slots go back to the pool."""
         slots = self._of_pool(self._whole_pages(freed * scale))
-        self._given_out(slots, "never written")
+        self.given_out(slots, "never written")
         for group in self.groups if slots.size else ():
             self._recorder.slots(kind, group=group, slots=slots, note=note)
 
@@ -155,10 +155,10 @@ class GroupHistory:
         self._with_slots(self._filled, slots)
 
     def _filled(self, slots: Int64Array) -> None:
-        self._given_out(self._of_pool(self._whole_pages(slots)), "load-back")
+        self.given_out(self._of_pool(self._whole_pages(slots)), "load-back")
 
-    def _given_out(self, slots: Int64Array, note: str) -> None:
-        """Record those that were given out and not recorded yet: nobody's."""
+    def given_out(self, slots: Int64Array, note: str) -> None:
+        """Record those of the pool's slots that were given out and not recorded yet: nobody's."""
         fresh = slots[self._pending[slots]]
         self._pending[fresh] = False
         for group in self.groups if fresh.size else ():

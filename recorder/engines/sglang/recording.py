@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
+from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import CopiedForward
 from ...capture.host_arrays import own_int64
@@ -14,7 +17,7 @@ from ...capture.recorder import Recorder
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
-from ...trace.schema import RequestStatus
+from ...trace.schema import RECEIVE, RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
@@ -58,7 +61,7 @@ class SglangRecording:
         self._tree = draft_tree(self.target.server_args)
         if self._tree:
             not_watched += (
-                NotWatched(what="other", name="drafts", reason=f"{self._tree}; the first ends the recording"),
+                NotWatched(what="other", name="drafts", reason=f"{self._tree}; nothing is known of what they fill"),
             )
         entries, reason = [*header.not_watched, *not_watched], "what the model hands to the pool is not read"
         for index, runner in enumerate(header.runners):
@@ -89,6 +92,7 @@ class SglangRecording:
         self.results = StepResults(self.recorder, self.batches)
         self._layers = layers
         self._begun_inside = False
+        self._left_out = False  # whether the forward that runs is one over a tree of drafts
         self._capture = self.recorder.capture if isinstance(self.recorder, DeviceRecorder) else None
         # Bound once: each step would make it anew otherwise, and leave it to the collector of garbage.
         self._on_device = None if self._capture is None else DeviceForwards(self._capture).record
@@ -163,12 +167,13 @@ class SglangRecording:
         Raises:
             ValueError: a batch that cannot be recorded.
         """
-        if self._tree and (batch.forward_mode.name == "TARGET_VERIFY" or not (layout.sampled or _extends(batch))):
-            raise ValueError(self._tree)
         rids = batch.rids if not self.members else [*(batch.rids or ()), *self.members]
         known = self.batches.of(rids, bs)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self.results.moment += 1
+        if self._tree and (batch.forward_mode.name == "TARGET_VERIFY" or not (layout.sampled or _extends(batch))):
+            self._leave_out(layout, batch.out_cache_loc)
+            return
         if self._on_device is not None:
             moment = self.results.moment
             lens = known.lens if known.moment == moment else known.output_lens(moment)
@@ -189,6 +194,36 @@ class SglangRecording:
                 self._on_host(batch, layout, known)
         if layout.sampled:
             self.results.last_target = (number, known)
+
+    def _leave_out(self, layout: RunnerLayout, written: Any) -> None:
+        """Record of a forward over a tree of drafts, whose tokens share positions, only that it fills slots."""
+        self._left_out, self.results.last_target = True, None
+        for number in layout.groups.values():
+            histories = [history for history in self.histories if number in history.groups]
+            fill = functools.partial(self._fill, number, histories)
+            if isinstance(self.recorder, DeviceRecorder):
+                lut = self.layout.groups[number].lut
+                slots = written if lut < 0 else self.layout.luts[lut][written]
+                self.recorder.with_next_forward(fill, slots)
+                self.recorder.forget_slots(number, slots)
+            else:
+                fill(own_slots(self.layout, number, own_int64(written)))
+
+    def _fill(self, number: int, histories: Sequence[GroupHistory], slots: Int64Array) -> None:
+        """Record that nobody knows what is in slots from now on."""
+        own = self.recorder.recorder if isinstance(self.recorder, DeviceRecorder) else self.recorder
+        slots = np.unique(slots[(slots > 0) & (slots < self.layout.groups[number].num_slots)])
+        for history in histories:
+            history.given_out(slots, "a tree of drafts")
+        filled: dict[str, Any] = {
+            "direction": RECEIVE,
+            "room": -1,
+            "group": number,
+            "slots": slots,
+            "note": "a tree of drafts",
+        }
+        own.transfer("start", **filled)
+        own.transfer("end", **filled, read=False)
 
     def _on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
         recorder: Any = self.recorder
@@ -237,6 +272,9 @@ class SglangRecording:
 
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""
+        if self._left_out:
+            self._left_out = False
+            return
         if self._ended is not None:
             outside = self._outside
             expected = self._end_expected(error)
@@ -272,7 +310,8 @@ class SglangRecording:
         """Record a draft's steps that run as one CUDA graph, each as it is captured in the graph, else after it."""
         layout = self.layout.runners[id(graph_runner.model_runner)]
         if self._tree:
-            raise ValueError(self._tree)
+            self._leave_out(layout, batch.out_cache_loc)
+            return self.after_model
         if self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None)):
             self.before_model(layout, batch, batch.req_pool_indices.numel())
             return self._after_draft_graph

@@ -25,8 +25,8 @@ def main() -> None:
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": str(MODELS / "llama_gpu_eagle"),
             "speculative_num_steps": 3,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 4,
+            "speculative_eagle_topk": run["topk"],
+            "speculative_num_draft_tokens": 4 if run["topk"] == 1 else 8,
         }
     if run["model"] == "falcon_h1" and run["graph"]:  # 0.5.16's prefills in graphs end with an illegal access there
         options["disable_prefill_cuda_graph"] = True

@@ -12,6 +12,7 @@ class GpuRun:
     graph: bool = True
     overlap: bool = True
     eagle: bool = False
+    topk: int = 1  # branches of what EAGLE drafts
     page: int = 1
     sweep: int = 0
     fault: str = ""
@@ -76,6 +77,11 @@ RUNS = (
     GpuRun(name="recorded", canary=False),
     GpuRun(name="eagle-off", eagle=True, canary=False, recorded=False),
     GpuRun(name="eagle-recorded", eagle=True, canary=False),
+    # trees of drafts, of which only what they fill is recorded
+    GpuRun(name="eagle-tree-off", eagle=True, topk=4, canary=False, recorded=False, turns=1),
+    GpuRun(name="eagle-tree-recorded", eagle=True, topk=4, canary=False, turns=1),
+    GpuRun(name="eagle-tree-eager-recorded", eagle=True, topk=4, graph=False, canary=False, turns=1),
+    GpuRun(name="eagle-tree-page16-recorded", eagle=True, topk=4, page=16, canary=False, turns=1),
     GpuRun(name="hybrid-off", model=HYBRID, canary=False, recorded=False),
     GpuRun(name="hybrid-recorded", model=HYBRID, canary=False),
     # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves
