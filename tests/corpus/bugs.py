@@ -24,6 +24,7 @@ ROUNDS = (
     "thirteenth_round",
     "fourteenth_round",
     "fifteenth_round",
+    "sixteenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -49,6 +49,7 @@ SETUPS = {
     "llama-loads-two": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-middle": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-salts": ("llama", {"kv_transfer_config": LOADS}),
+    "llama-loads-wide": ("llama", {"kv_transfer_config": LOADS, "max_num_batched_tokens": 128}),
     "hybrid-loads": ("hybrid", {"kv_transfer_config": LOADS}),
     "llama-loads-late": (
         "llama",
