@@ -134,6 +134,12 @@ ROUND_NOTES = (
             "right."
         ),
     ),
+    (
+        "51f4a63",
+        (
+            "These were to be of what the adapters record, and as teams meet them: tables, slots, lengths, hits, states, loads."
+        ),
+    ),
 )
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right
