@@ -17,6 +17,7 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
+from . import fake_engine
 from .fake_engine import ModelRunner, hooked, serve
 
 
@@ -69,6 +70,32 @@ def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.M
             assert found.ints(name).tolist() == told.ints(name).tolist()
         assert found.scalar("name") == told.scalar("name")
         assert found.bytes("kv_bytes").tobytes() == told.bytes("kv_bytes").tobytes()
+
+
+def test_of_a_tree_of_drafts_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = ModelRunner.__init__
+
+    def with_tree(self: ModelRunner) -> None:
+        init(self)
+        vars(self.server_args).update(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=10)
+
+    monkeypatch.setattr(ModelRunner, "__init__", with_tree)
+    monkeypatch.setattr(fake_engine, "DECODE", SimpleNamespace(name="TARGET_VERIFY"))
+    told = []
+    for on_device in (True, False):
+        monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor, said=on_device: said)
+        attachment, _ = record(monkeypatch, tmp_path / str(on_device))
+        assert isinstance(attachment.recording.recorder, DeviceRecorder) is on_device
+        attachment.close()
+        (path,) = (tmp_path / str(on_device)).glob("*.arrow")
+        summary = replay(path, settings=ReplaySettings(), report=None)
+        assert (summary.verdict.value, summary.losses) == ("clean", [])
+        filled = [event for event in read_trace(path) if event.scalar("note") == "a tree of drafts"]
+        told.append(
+            [(event.kind, event.ints("slot_start").tolist(), event.ints("slot_count").tolist()) for event in filled]
+        )
+    assert told[0] == told[1]
+    assert {kind for kind, _, _ in told[0]} >= {"transfer", "alloc"}
 
 
 def test_a_fault_switches_it_off_and_the_engine_goes_on(
