@@ -32,7 +32,7 @@ _BRANCH_OF_FINDING: Final = {
     **dict.fromkeys(("transfer_source_damaged", "transfer_source_changed"), "transfer"),
     **dict.fromkeys(("copy_differs", "load_landed_late", "failed_load_read"), "transfer"),
     **dict.fromkeys(("hit_never_written", "hit_differs"), "content"),
-    **dict.fromkeys(("identity", "token_bytes"), "identity"),
+    **dict.fromkeys(("identity", "token_bytes", "computed_otherwise"), "identity"),
     **dict.fromkeys(("state_differs", "bad_values", "model_bytes"), "content"),
     **dict.fromkeys(("seq_len_backwards", "input_not_sampled", "input_not_truth", "oracle_token"), "input"),
 }

@@ -193,6 +193,10 @@ class Cutter:
             ints[name] = ints[name][kept]
         if "recurrent_request" in ints:
             ints["recurrent_request"] = np.where(ints["recurrent_op"] >= STEP, at[ints["recurrent_request"]], -1)
+        if "identity_start" in ints:  # by request
+            mine = chosen[ints["identity_start"]]
+            ints.update({name: ints[name][mine] for name in ints if name.startswith("identity_")})
+            ints["identity_start"] = at[ints["identity_start"]]
         if "value_request" in ints:
             mine = chosen[ints["value_request"]]
             ints.update({name: ints[name][mine] for name in ints if name.startswith("value_")})

@@ -33,6 +33,10 @@ class EventRecording(Recording):
         """Return a request's name as the trace has it: hashed, if names are."""
         return name if self._privacy is None else self._privacy.hash_name(name)
 
+    def identity_columns(self, identity: Sequence[IdentityValue]) -> dict[str, Int64Array]:
+        """Return identities as an event has them; texts stay private, if names do."""
+        return identity_columns(identity, str if self._privacy is None else self._privacy.hash_name)
+
     @guarded
     def request(
         self,
@@ -54,7 +58,7 @@ class EventRecording(Recording):
             self._said_requests.add(number)
         self._record(
             "request",
-            identity_columns(identity, str if self._privacy is None else self._privacy.hash_name) if identity else {},
+            self.identity_columns(identity) if identity else {},
             request_id=number,
             name=name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…",
             prompt_len=whole_number(prompt_len, "prompt_len"),

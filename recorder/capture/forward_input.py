@@ -11,6 +11,7 @@ from ...kernels.capture.changes import NO_RUNS, RowRuns
 from ..trace.header import TraceHeader
 from ..trace.schema import Mode
 from .host_arrays import on_host, own_int64, ragged_index, read_blocks, read_runs, saturated, wrapped
+from .privacy import IdentityValue
 from .recurrent import StateAccess
 from .slot_numbers import LentRows, SlotNumbers
 
@@ -114,6 +115,7 @@ class ForwardInput:
         truth: the scheduler's tokens, or None if the engine does not know them.
         attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
         states: for each of the header's `states` which slots the forward reads and writes, None for none.
+        identity: of requests some of whose tokens are computed with another adapter than their own, with which.
     """
 
     mode: Mode
@@ -131,6 +133,7 @@ class ForwardInput:
     truth: TruthTokens | None = None
     attention: AttentionInput | None = None
     states: tuple[StateAccess | None, ...] = ()
+    identity: Sequence[IdentityValue] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +187,9 @@ class CopiedForward:
     # Of each of the runner's state pools what a device has found, `[3, bs]`: slots, hashes before and after.
     states: tuple[Int64Array, ...] = ()
     values: dict[str, Int64Array] = field(default_factory=dict)  # event columns: written, and no model's
+    identity: dict[str, Int64Array] = field(
+        default_factory=dict
+    )  # event columns: computed with what is not the request's
     note: str = ""
     failed: bool = False  # what it wrote is unknown
 

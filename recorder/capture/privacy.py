@@ -173,7 +173,8 @@ class IdentityValue(NamedTuple):
     """What a request's KV depends on beside its tokens: a LoRA adapter, a cache salt, the weights' version, or media.
 
     `value` is kept as a hash; "" says that there is none. Of media `length` positions from `start` on have it; a value of
-    "media" without positions says that there are no others.
+    "media" without positions says that there are no others. Of a forward it is what `length` tokens of its request number
+    `start` are computed with instead.
     """
 
     kind: str  # of IDENTITY_KINDS

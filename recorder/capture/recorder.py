@@ -69,6 +69,8 @@ class Recorder(EventRecording):
         forward.changes = self.state.changes(forward)
         every = self._kv_watch_every
         forward.kv_watched = every > 0 and forward.number % every == 0 and any(kv.sources for kv in self.kv)
+        if given.identity:
+            forward.identity = self.identity_columns(given.identity)
         if given.attention is not None:
             add_attention(forward, given.attention, self.header, self._numbers)
         if self.header.states:

@@ -52,7 +52,8 @@ class Forward:
     `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
     `recurrent` `[n, 7] int64` is what happened to slots of recurrent state, by the columns of `recurrent_*`.
     `values` `[n, 6] int64` are values that were written and that no model writes, by the columns of `value_*`.
-    `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got. `failed`: what
+    `identity` `[n, 4] int64` is what some tokens were computed with that is not their request's: a kind, a request, how many, a
+    hash. `truth_lens` is None if the engine gave no truth tokens, `attention` where nobody read what attention got. `failed`: what
     it wrote is unknown.
     """
 
@@ -78,6 +79,7 @@ class Forward:
     windows: Int64Array | None = None
     recurrent: Int64Array | None = None
     values: Int64Array | None = None
+    identity: Int64Array | None = None
     failed: bool = False
 
     @property
@@ -159,6 +161,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         attention=_attention(view, header, bs),
         recurrent=_recurrent(view, header, bs) if header.states else None,
         values=_values(view, (bs, len(streams), len(WRITTEN_VALUES), MAX_PREFIX, tokens, MAX_PREFIX)),
+        identity=_identity(view, bs),
         **per_request,
     )
 
@@ -208,6 +211,16 @@ def _recurrent(view: EventView, header: TraceHeader, bs: int) -> Int64Array:
     fits &= (slots >= 0) & (slots < most) & (saves | (sources < most)) & (sources >= np.where(copies, 0, -1))
     if not fits.all():
         raise UnusableEventError("recurrent_* name a pool, a slot, a request or an op that there is not")
+    return np.stack(found, axis=1)
+
+
+def _identity(view: EventView, bs: int) -> Int64Array | None:
+    """Return what some tokens were computed with that is not their request's, `[n, 4] int64`; None for nothing."""
+    found = columns(view, "identity", ("kind", "start", "count", "hash"))
+    if not len(found[0]):
+        return None
+    if bool(((found[1] < 0) | (found[1] >= bs)).any()):
+        raise UnusableEventError("identity_start names a request that there is not")
     return np.stack(found, axis=1)
 
 

@@ -121,7 +121,7 @@ class FedForward:
         """Keep of a forward what does not keep its batch in memory."""
         kept: dict[str, Any] = {name: getattr(forward, name).copy() for name in FED_COLUMNS}
         kept["out_cache_loc"] = tuple(slots.copy() for slots in forward.out_cache_loc[:1])
-        kept |= dict.fromkeys(("truth_lens", "attention", "windows", "recurrent", "values"))
+        kept |= dict.fromkeys(("truth_lens", "attention", "windows", "recurrent", "values", "identity"))
         kept |= dict.fromkeys(("sampled_lens", "sampled_tokens"), np.empty(0, np.int64))
         slim = replace(forward, **kept, kv_bytes=(), kv_submitted=())
         return cls(forward=slim, tokens=batch_tokens(forward), told=len(forward.sampled_lens) > 0)

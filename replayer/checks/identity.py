@@ -1,5 +1,7 @@
 """Prefix hits on KV that depends on something else than the request's own: an adapter, a salt, weights, media."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ...kernels.arrays import BoolArray, Int64Array
@@ -65,3 +67,29 @@ class IdentityDiffers(HistoryCheck):
 
         of = {"requests": readers[found], "positions": positions[found], "slots": slots[found]}
         return self.of_entries(view, group, explain, **of, repeats=self.repeats)
+
+
+@register
+class ComputedOtherwise(HistoryCheck):
+    """A request's tokens are computed with another adapter than its own: the layers were given that for them.
+
+    Judged is what the adapter of the engine sees the layers get; of others nothing is said. What goes on in the same way in the
+    forwards that follow says nothing new.
+    """
+
+    kind = "computed_otherwise"
+    finds = "a request's tokens were computed with another adapter than its own"
+    covered = Covered.COMPILED  # which stops in front of a forward that has such tokens
+
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        """Find each request that another adapter computes, and did not in its last forward."""
+        found = [] if view.forward.identity is None else view.forward.identity.tolist()
+        mine = {request: (count, other) for _, request, count, other in found}
+        new = self.repeats.new(-1, view.forward, {r: np.array([other]) for r, (_, other) in mine.items()})
+        for request, (count, other) in mine.items():
+            if new[request].all():
+                tokens = "one token" if count == 1 else f"{count:,} tokens"
+                added = int(view.forward.extend_lens[request])
+                by = "with another LoRA adapter than its own" if other else "without its LoRA adapter"
+                detail = f"computed {tokens} of {added:,} {by}"
+                yield self.of_request(view.forward, request, detail, position=int(view.forward.prefix_lens[request]))

@@ -129,9 +129,9 @@ ROUND_NOTES = (
     (
         "55d0b23",
         (
-            "Two more were not in what was recorded there: what SGLang hands to its pool (`scale_of_the_warm_up_stays`), and which adapter "
-            "vLLM computes a token with (`adapters_in_another_order_than_the_tokens`); both were found clean, and with them 11 of 18 were "
-            "right."
+            "One more is not in what is recorded there: what SGLang hands to its pool (`scale_of_the_warm_up_stays`, found clean). "
+            "Which adapter vLLM computes a token with was not recorded either; it is since, and "
+            "`adapters_in_another_order_than_the_tokens` was recorded again behind the count."
         ),
     ),
     (

@@ -171,7 +171,7 @@ def part_of_a_private_block_is_shared(fired: Fired) -> None:
     before_forward(lambda runner, output: shared & set(output.num_scheduled_tokens) and fired())
 
 
-@bug("vllm-project/vllm#32500", "llama-lora-mixed", "computed_with_other_weights", recorded=False)
+@bug("vllm-project/vllm#32500", "llama-lora-mixed", "computed_with_other_weights")
 def adapters_in_another_order_than_the_tokens(fired: Fired) -> None:
     """Which adapter each token is computed with is put together with the requests in groups, and the tokens stand in the order of the batch. Where a batch has
     several adapters, tokens are computed with that of another request."""

@@ -32,9 +32,11 @@ def computed_with_other_weights(cluster: Cluster) -> Diagnosis | None:
     """A token is computed with another adapter, or by weights that have been replaced: records and tables are right, and the
     bytes are not those that the same token got before. (trace by hand)
     """
+    words = "{0.reader} {0.detail} in {0.when}: the layers were given that for them"
+    told = cluster.said_by("computed_otherwise", words)
     sign = cluster.finding("token_bytes")
-    if sign is None:
-        return None
+    if sign is None or told is not None:
+        return told
     said = f"{sign.reader} was computed with another adapter or with other weights in {sign.when}: {sign.detail}"
     # What was damaged on its way into the pool, or went to a slot of somebody else's, differs too.
     others = any(one.kind != "token_bytes" for one in cluster.head)

@@ -16,6 +16,7 @@ from ....kernels.capture.frames import (
     SavedStates,
     StateIndices,
 )
+from ..privacy import IdentityValue
 
 _NOTHING: Final = np.empty(0, np.int64)
 _NO_MORE: Final = (0,) * (2 * (MAX_CARRIED - 1))
@@ -51,7 +52,8 @@ class ForwardRequests(Protocol):
     If it has `settle(forward, truth_lens)` too, that is called with the `CopiedForward` that the device has captured, tokens
     without a request at its end included, and `[bs]` tokens of each request, for what only the device has known: it returns
     `[bs]` how many of each request's first tokens the forward is recorded with, and its `truth_lens`. A request with none
-    is left out; what the others did with their slots is recorded with a later forward, as far as tables go.
+    is left out; what the others did with their slots is recorded with a later forward, as far as tables go. If it has
+    `identity`, that is as `ForwardInput` has it.
 
     Attributes:
         ids: `[bs]` on the host, -1 for padding, which has none at the end.
@@ -76,6 +78,7 @@ class BatchRequests:
     ids: Int64Array
     truth: Sequence[TokenSource] | None = None
     known_lens: Int64Array | None = None
+    identity: Sequence[IdentityValue] = ()
 
 
 class ForwardPart(NamedTuple):

@@ -285,6 +285,9 @@ class FrameDecoder:
         if requests is not None:
             known = requests.ids[: forward.rows.size]
             forward.request_ids[: known.size] = known
+            identity: Any = getattr(requests, "identity", ())
+            if identity:
+                forward.identity = self._recorder.identity_columns(identity)
             truth, lens = requests.truth, _truth_lens(in_flight, requests.known_lens)
             last = next((one for one, *_ in reversed(self.fetched) if one.requests is requests), None)
             last_lens = None if last is None or in_flight.parts else _truth_lens(last, requests.known_lens)
@@ -355,6 +358,7 @@ def _forwards(
             out_cache_loc=tuple(slots[tokens] for slots in forward.out_cache_loc),
             written=tuple(slots[tokens] if slots.size else slots for slots in forward.written),
             states=tuple(_of_part(values[:, places], number) for values in forward.states),
+            identity=_identity_of(forward.identity, places) if forward.identity else {},
             # Of slots that attention got otherwise there are none: such frames are of lengths alone.
             attention={name: lens[places] - left_out for name, lens in forward.attention.items() if lens.size},
             changes={} if number else forward.changes,
@@ -368,6 +372,13 @@ def _of_part(values: Int64Array, number: int) -> Int64Array:
     if number:
         values[STATE_BEFORE] = 0
     return values
+
+
+def _identity_of(identity: dict[str, Int64Array], places: Int64Array) -> dict[str, Int64Array]:
+    """Return what a part's requests, by their places, were computed with that is not theirs."""
+    mine = np.isin(identity["identity_start"], places)
+    found = {name: column[mine] for name, column in identity.items()}
+    return found | {"identity_start": np.searchsorted(places, found["identity_start"])}
 
 
 def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> Int64Array:

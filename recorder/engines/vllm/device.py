@@ -16,6 +16,7 @@ from ....kernels.arrays import Int64Array
 from ....kernels.capture.frames import AttentionLens, EngineTable, ModelInput
 from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
 from ...capture.device.recorder import DeviceRecorder
+from ...capture.privacy import IdentityValue
 from ..common.hooking import put_in_place
 from ..common.requests import TokenList, mode_by_lens
 from .layout import VllmGroup, VllmLayout, fed_otherwise
@@ -229,16 +230,20 @@ class DeviceSteps:
         )
 
     def before(
-        self, step: DeviceStep, requests: Sequence[VllmRequest] | None, attention: AttentionReader
+        self,
+        step: DeviceStep,
+        requests: Sequence[VllmRequest] | None,
+        attention: AttentionReader,
+        identity: Sequence[IdentityValue] = (),
     ) -> list[tuple[int, tuple[str, ...]]]:
         """Capture a step that is about to run; return the forwards that it is recorded as, and whose they are.
 
-        `requests` are the step's, None if it goes on with the last one's.
+        `requests` are the step's, None if it goes on with the last one's; `identity` is as `ForwardInput` has it.
         """
         batch = self._batch
         new = requests is not None or batch is None
         if requests is not None or batch is None:
-            batch = self._batch = self._batch_of(step, requests or ())
+            batch = self._batch = self._batch_of(step, requests or (), identity)
         elif step.prefix_there is None and (step.prefix == batch.prefix + batch.extend).all():
             batch.there[2].add_(batch.there[1])
         elif step.prefix_there is None:
@@ -278,7 +283,7 @@ class DeviceSteps:
         )
         return [(number + place, names) for place, names in enumerate(batch.whose)]
 
-    def _batch_of(self, step: DeviceStep, requests: Sequence[VllmRequest]) -> Batch:
+    def _batch_of(self, step: DeviceStep, requests: Sequence[VllmRequest], identity: Sequence[IdentityValue]) -> Batch:
         parts = self._parts(step, requests)
         whole = len(parts) == 1
         rows = np.array([known.row for known in requests], np.int64)
@@ -289,7 +294,10 @@ class DeviceSteps:
             extend_bytes=step.extend.tobytes(),
             prefix=step.prefix,
             requests=BatchOfRows(
-                ids=np.array([known.request_id for known in requests], np.int64), truth=tokens, rows=rows
+                ids=np.array([known.request_id for known in requests], np.int64),
+                truth=tokens,
+                rows=rows,
+                identity=identity,
             ),
             tokens=tokens,
             parts=() if whole else tuple(parts),

@@ -1,12 +1,14 @@
 """What a request's KV depends on beside its tokens: the adapter and its weights, the cache salt, media, the model's weights."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from ....kernels.arrays import Int64Array
 from ...capture.privacy import IdentityValue
 from ..common.hooking import Finish, OnFault, wrap_method
-from .step import VllmRequest, VllmRequests
+from .step import StepForward, VllmRequest, VllmRequests
 
 MAX_HASHED_VALUES: Final = 1 << 14  # of each of an adapter's tensors, the first ones
 Say = Callable[[VllmRequest], None]  # records a request anew
@@ -17,8 +19,7 @@ def identity_of(request: Any) -> list[IdentityValue]:
     found = []
     if hasattr(request, "lora_request"):
         lora = request.lora_request
-        path = "" if lora is None else str(getattr(lora, "lora_path", "") or f"number {lora.lora_int_id}")
-        found.append(IdentityValue("adapter", path))
+        found.append(IdentityValue("adapter", "" if lora is None else _path_of(lora)))
     if hasattr(request, "cache_salt"):  # workers are not told
         found.append(IdentityValue("salt", request.cache_salt or ""))
     if hasattr(request, "mm_features"):
@@ -39,12 +40,18 @@ class Identities:
         self._model = 0  # how often weights were loaded into the model since the recording began
         self._said = 0
         self._adapters: dict[int, str] = {}  # by an adapter's number, what it was loaded with last
+        self._paths: dict[int, str] = {}  # and where it comes from
+        self._given: Sequence[int] = ()  # the adapters' numbers that layers get in the next step, one a token
+        self.looks = False  # whether there are adapters at all
+        self.others: list[IdentityValue] = []  # of the step that has begun, as `ForwardInput` has them
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook what loads weights into the model, and adapters."""
         model = getattr(self._runner, "get_model", lambda: None)()
         wrap_method(model, "load_weights", self.on_weights, on_fault)
         wrap_method(getattr(self._runner, "lora_manager", None), "_load_adapter", self.on_adapter, on_fault)
+        if getattr(self._runner, "lora_manager", None) is not None:
+            self.looks = wrap_method(self._runner, "_set_active_loras", self.on_given, on_fault)
 
     def begin(self, known: VllmRequest, request: Any) -> None:
         """Take over a new request's identity, and record it."""
@@ -57,6 +64,36 @@ class Identities:
         if self._said != self._model:
             self._said = self._model
             self._take_all(self._requests.live())
+
+    def on_given(self, _samples: Any, tokens: Any, loras: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Take note of which adapter each token of the next step is computed with."""
+        self._given = tokens
+        self._paths |= {int(lora.lora_int_id): _path_of(lora) for lora in loras or ()}
+
+    def look(self, requests: Sequence[VllmRequest], counts: Sequence[int]) -> bool:
+        """Look which of a step's requests, of so many tokens each, are computed with others' adapters; whether that has changed."""
+        if not self.looks:
+            return False
+        before, given, self._given = self.others, self._given, ()
+        self.others, at = [], 0
+        whole = len(given) >= sum(counts) and len(requests) == len(counts)
+        if whole and (any(given) or any(known.adapter for known in requests)):
+            for place, (known, count) in enumerate(zip(requests, counts, strict=True)):
+                others = [number for number in given[at : at + count] if number != known.adapter]
+                at += count
+                if others:
+                    path = self._valued(int(others[0]), self._paths.get(int(others[0]), "")) if others[0] else ""
+                    self.others.append(IdentityValue("adapter", path, place, len(others)))
+        return self.others != before
+
+    def beside(self, forwards: list[StepForward]) -> list[StepForward]:
+        """Return a step's forwards with those of their requests that others' adapters compute."""
+        if not self.others:
+            return forwards
+        return [
+            (replace(given, identity=chosen_identity(self.others, chosen)), names, chosen)
+            for given, names, chosen in forwards
+        ]
 
     def on_weights(self, *_args: Any, **_kwargs: Any) -> None:
         """Take note of weights that are loaded into the model: what is computed from now on is of others."""
@@ -79,13 +116,26 @@ class Identities:
             self._take(known)
 
     def _take(self, known: VllmRequest) -> None:
-        held = self._adapters.get(known.adapter, "")
         known.identity = [
-            one._replace(value=f"{one.value} with {held}") if held and one.kind == "adapter" else one
+            one._replace(value=self._valued(known.adapter, one.value)) if one.kind == "adapter" else one
             for one in known.declared
         ]
         known.identity.append(IdentityValue("weights", str(self._model)))
         self._say(known)
+
+    def _valued(self, number: int, path: str) -> str:
+        held = self._adapters.get(number, "")
+        return f"{path} with {held}" if held else path
+
+
+def chosen_identity(identity: Sequence[IdentityValue], chosen: Int64Array) -> list[IdentityValue]:
+    """Return the part that some requests of a batch have, by their places `[n]`, ascending."""
+    at = {place: new for new, place in enumerate(chosen.tolist())}
+    return [one._replace(start=at[one.start]) for one in identity if one.start in at]
+
+
+def _path_of(lora: Any) -> str:
+    return str(getattr(lora, "lora_path", "") or f"number {lora.lora_int_id}")
 
 
 def weights_hash(lora: Any) -> str:

@@ -269,14 +269,16 @@ class VllmRecording:
             return
         self._prepared = None
         running: list[VllmRequest] | None = None
-        if self._requests_changed or not self.on_device.goes_on(step):
+        known_requests = [known for known in map(self.requests.get, step.names) if known is not None]
+        other = self.identities.look(known_requests, step.extend.tolist())
+        if other or self._requests_changed or not self.on_device.goes_on(step):
             for known in self._ran:  # the steps that went on with them have not said so
                 if known.row and self.requests.get(known.name) is known:
                     self.requests.run(known, self._step - 1)
             self._ran = running = self._running(step.names)
             self._requests_changed = False
             self.external.before_device(step, self.output, running)
-        self.forwards += self.on_device.before(step, running, self.attention)
+        self.forwards += self.on_device.before(step, running, self.attention, self.identities.others)
         for known in running or ():
             known.fresh = False
         self._open = True
@@ -285,7 +287,9 @@ class VllmRecording:
         """Record the first forward of the step that the model is about to run, and keep the others for later."""
         running = self._running(step.names)
         self.external.before_model(step, self.output, running)
+        self.identities.look(running, step.extend.tolist())
         forwards = self.layout.states.beside(forwards_of(step, self.layout.groups, running, self.requests), step)
+        forwards = self.identities.beside(forwards)
         self.drafts.behind(step, running, forwards)
         for known in running:
             known.fresh = False

@@ -70,6 +70,7 @@ def batch_columns(batch: TraceBatch, header: TraceHeader) -> BatchColumns:
         if ends[-1]:
             kind[np.diff(ends) > 0] = UNUSUAL
     kind[_attention_differs(batch)] = UNUSUAL
+    kind[(np.diff(batch.offsets("identity_kind")) > 0) & (kind == FORWARD_EVENT)] = UNUSUAL
     kind[batch.failed] = UNUSUAL
     offsets = {name: batch.offsets(name) for name in LISTS}
     lists = {name: batch.values(name) for name in LISTS}

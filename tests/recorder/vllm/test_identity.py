@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines.vllm.identity import Identities, weights_hash
+from kvcanary.recorder.capture.privacy import IdentityValue
+from kvcanary.recorder.engines.vllm.identity import Identities, chosen_identity, weights_hash
 from kvcanary.recorder.engines.vllm.step import VllmRequests
 
 
@@ -33,7 +35,7 @@ class Model:
 @pytest.fixture
 def engine() -> Any:
     model, loader = Model(), Loader()
-    runner = SimpleNamespace(get_model=lambda: model, lora_manager=loader)
+    runner = SimpleNamespace(get_model=lambda: model, lora_manager=loader, _set_active_loras=lambda *_: None)
     said: list[tuple[str, dict[str, str]]] = []
     requests = VllmRequests(8)
     identities = Identities(
@@ -100,3 +102,29 @@ def test_hashes_of_weights() -> None:
     assert len({weights_hash(one) for one in (adapter(1.0), adapter(1.5), adapter(1.0, ("q",)), object())}) == 4
     half = SimpleNamespace(loras={"q": SimpleNamespace(lora_a=torch.ones(3, dtype=torch.bfloat16), lora_b=None)})
     assert weights_hash(half) != weights_hash(object())
+
+
+def test_tokens_that_layers_compute_with_anothers_adapter_are_said(engine: Any) -> None:
+    for name, number in (("a", 1), ("plain", 0), ("b", 2)):
+        engine.begin(name, number)
+    running = [engine.identities._requests.get(name) for name in ("a", "plain", "b")]
+    loras = [SimpleNamespace(lora_int_id=number, lora_path=f"/{number}") for number in (1, 2)]
+    look, others = engine.identities.look, []
+    for given in ((1, 1, 0, 2), (2, 1, 0, 2), (1, 1, 1, 0), (1, 1, 1, 0), (1, 1, 0, 2), (1,), ()):
+        engine.runner._set_active_loras((), given, loras, None)
+        changed = look(running, [2, 1, 1])
+        others.append((changed, [tuple(one) for one in engine.identities.others]))
+    plain, without = ("adapter", "/1", 1, 1), ("adapter", "", 2, 1)
+    assert others == [
+        (False, []),
+        (True, [("adapter", "/2", 0, 1)]),
+        (True, [plain, without]),
+        (False, [plain, without]),
+        (True, []),
+        (False, []),
+        (False, []),
+    ]
+    assert not look(running, [2, 1, 1])  # each step says it anew
+    given = chosen_identity([IdentityValue(*plain), IdentityValue(*without)], np.array([0, 2]))
+    assert [tuple(one) for one in given] == [("adapter", "", 1, 1)]
+    assert not engine.faults

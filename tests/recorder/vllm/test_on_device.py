@@ -82,6 +82,41 @@ def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(cells[True]) > 20
 
 
+def test_both_recorders_say_which_requests_anothers_adapter_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, steps = fake_engine.GPUModelRunner.prepare, [0]
+
+    def prepares(self: Any, output: Any) -> Any:
+        steps[0] += 1
+        adapters = [
+            5 * (name in ("r1", "r4") and steps[0] % 3 == 0)
+            for name, count in output.num_scheduled_tokens.items()
+            for _ in range(count)
+        ]
+        self._set_active_loras((), tuple(adapters), ())
+        return prepare(self, output)
+
+    monkeypatch.setattr(fake_engine.GPUModelRunner, "prepare", prepares)
+    monkeypatch.setattr(fake_engine.GPUModelRunner, "_set_active_loras", lambda *_: None, raising=False)
+    monkeypatch.setattr(fake_engine.GPUModelRunner, "lora_manager", SimpleNamespace(), raising=False)
+    found = []
+    for device in (True, False):
+        steps[0] = 0
+        monkeypatch.setattr(recording, "on_gpu", lambda _, device=device: device)
+        folder = tmp_path / str(device)
+        with pytest.MonkeyPatch.context() as patch:
+            attachment = hooked(patch, RecordingSettings(folder=folder))
+            serve(specs=[FullAttentionSpec()], num_blocks=26, budget=40)
+            assert not attachment.off
+        columns = ("identity_kind", "identity_start", "identity_count", "identity_hash", "request_ids")
+        told = [event for event in events(folder)[1] if event.kind == "forward"]
+        found.append([[event.ints(name).tolist() for name in columns] for event in told])
+        assert verdict(folder).findings_by_kind.keys() == {"computed_otherwise"}
+    assert found[0] == found[1]
+    assert any(start for _, starts, *_ in found[0] for start in starts)
+
+
 def test_of_attention_that_has_tables_of_its_own_the_slots_are_not_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ class Scene:
         attention: AttentionInput | None = None,
         failed: bool = False,
         leaves: int | None = None,
+        identity: Sequence[IdentityValue] = (),
     ) -> int:
         """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth."""
         ids, positions, slots = [], [], []
@@ -165,6 +166,7 @@ class Scene:
                 ),
                 attention=attention,
                 states=self._state_access(parts, pad),
+                identity=identity,
             )
         )
         for part in parts:

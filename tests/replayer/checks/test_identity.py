@@ -9,7 +9,7 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.checks import CHECK_NAMES
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from ...support.raw_traces import cut
+from ...support.raw_traces import cut, read_raw, write_raw
 from .scene import Part, Scene, decode, told
 
 SLOTS = (1, 2, 3, 4)
@@ -105,3 +105,53 @@ def test_a_segment_alone_knows_what_was_declared_before_it(tmp_path: Path, first
     segments = cut(tmp_path / "t.arrow", tmp_path / "cut.arrow", seed=1, least=11, most=12)
     summary = replay(segments[1], settings=ReplaySettings(checks=("identity",)), report=None)
     assert summary.findings_by_kind == {"identity": 1}
+
+
+def computed(path: Path, *adapters: str) -> Scene:
+    """Two requests decode side by side; the second is computed with these adapters, one forward each, "own" for its own."""
+    found = Scene(path)
+    for request in (1, 2):
+        found.request(request, value(adapter="a" if request == 1 else ""))
+        found.start(request, request, (10 * request,))
+    for n, adapter in enumerate(adapters, 1):
+        for request in (1, 2):
+            found.alloc(request, (10 * request + n,))
+        other = [] if adapter == "own" else [IdentityValue("adapter", adapter, 1, 1)]
+        parts = (decode(request, request, n, 10 * request + n) for request in (1, 2))
+        found.forward(*parts, mode="decode", identity=other)
+    return found
+
+
+def test_a_request_that_is_computed_with_anothers_adapter_is_found(tmp_path: Path) -> None:
+    rows = computed(tmp_path / "t.arrow", "own", "a", "a", "own", "b", "").judge("computed_otherwise")
+    said = [(row["forward"], row["request_id"], row["detail"]) for row in rows]
+    other, none = "with another LoRA adapter than its own", "without its LoRA adapter"
+    assert said == [
+        (3, 2, f"computed one token of 1 {other}"),
+        (6, 2, f"computed one token of 1 {other}"),
+        (7, 2, f"computed one token of 1 {none}"),
+    ]
+
+
+@pytest.mark.usefixtures("pass_from_the_start")
+def test_every_way_of_replaying_finds_what_was_computed_otherwise(tmp_path: Path) -> None:
+    computed(tmp_path / "t.arrow", "own", "own", "a", "own").recorder.close()
+    found = []
+    for executor in ("stepwise", "interval"):
+        folder = tmp_path / executor
+        folder.mkdir()
+        replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=CHECK_NAMES, executor=executor), report=folder)
+        found.append(pq.read_table(folder / "findings.parquet").to_pylist())
+    assert found[0] == found[1]
+    assert [row["kind"] for row in found[0]] == ["computed_otherwise"]
+
+
+@pytest.mark.parametrize("request_number", [-1, 2, 1 << 40])
+def test_a_request_that_there_is_not_is_a_gap(tmp_path: Path, request_number: int) -> None:
+    computed(tmp_path / "t.arrow", "a").recorder.close()
+    header, events = read_raw(tmp_path / "t.arrow")
+    wrong = next(event for event in events if event.kind == "forward" and "identity_start" in event.ints)
+    wrong.ints["identity_start"][0] = request_number
+    summary = replay(write_raw(tmp_path / "bad.arrow", header, events), settings=ReplaySettings(), report=None)
+    assert summary.num_gaps == 1
+    assert "identity_start names a request" in summary.gaps[0]
