@@ -56,11 +56,15 @@ class Identities:
     def begin(self, known: VllmRequest, request: Any) -> None:
         """Take over a new request's identity, and record it."""
         known.declared, lora = identity_of(request), getattr(request, "lora_request", None)
-        known.adapter = 0 if lora is None else int(lora.lora_int_id)
+        known.adapter = int(lora.lora_int_id) if lora is not None else 0 if hasattr(request, "lora_request") else -1
         self._take(known)
 
     def begin_step(self) -> None:
-        """Record the requests anew if the model has got other weights since the last step."""
+        """Record the requests anew if the model has got other weights since the last step.
+
+        Which adapters the layers get is said later in a step: of the V2 runner behind what a recorder on the host looks at.
+        """
+        self._given = ()
         if self._said != self._model:
             self._said = self._model
             self._take_all(self._requests.live())
@@ -81,7 +85,7 @@ class Identities:
             for place, (known, count) in enumerate(zip(requests, counts, strict=True)):
                 others = [number for number in given[at : at + count] if number != known.adapter]
                 at += count
-                if others:
+                if others and known.adapter >= 0:
                     path = self._valued(int(others[0]), self._paths.get(int(others[0]), "")) if others[0] else ""
                     self.others.append(IdentityValue("adapter", path, place, len(others)))
         return self.others != before

@@ -52,7 +52,7 @@ class VllmRequest(KnownRequest):
         self.fresh = True  # has not run since it was given its row
         self.declared: list[IdentityValue] = []  # what its KV depends on beside its tokens, as the engine says
         self.identity: list[IdentityValue] = []  # that, and the weights that were seen
-        self.adapter = 0  # its number
+        self.adapter = -1  # its number, 0 for none; -1 if nobody said it
         self.blocks: list[list[int]] = []  # of each of the engine's groups, as the scheduler says
 
     def begin(self, tokens: Sequence[int] | Int64Array) -> None:

@@ -125,6 +125,9 @@ def test_tokens_that_layers_compute_with_anothers_adapter_are_said(engine: Any) 
         (False, []),
     ]
     assert not look(running, [2, 1, 1])  # each step says it anew
+    engine.identities.begin(running[0], None)  # of which nobody has said what it is to be computed with
+    engine.runner._set_active_loras((), (2, 2, 0, 2), loras, None)
+    assert not look(running, [2, 1, 1])
     given = chosen_identity([IdentityValue(*plain), IdentityValue(*without)], np.array([0, 2]))
     assert [tuple(one) for one in given] == [("adapter", "", 1, 1)]
     assert not engine.faults
