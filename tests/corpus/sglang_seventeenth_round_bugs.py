@@ -1,6 +1,7 @@
 """A seventeenth round of public bugs made anew in SGLang 0.5.23 on the CPU: recorded before any rule was run on them."""
 
 from bugs import Fired, bug, replaces
+from sglang_bugs import _once_written_again
 from sglang_eighth_round_bugs import _before_forward
 
 
@@ -14,16 +15,16 @@ def pages_counted_behind_the_end_of_the_list(fired: Fired) -> None:
 
     @replaces(PagedTokenToKVPoolAllocator, "alloc_extend")
     def alloc_extend(before, allocator, prefix, prefix_cpu, ends, ends_cpu, last, count, *args, **kwargs):
-        page = allocator.page_size
-        needed = int((-(-ends_cpu // page) + -prefix_cpu // page).sum())
-        free = allocator.free_pages
+        page, free = allocator.page_size, allocator.free_pages
+        needed = (-(-ends_cpu // page) + -prefix_cpu // page).tolist()
         given = before(allocator, prefix, prefix_cpu, ends, ends_cpu, last, count, *args, **kwargs)
-        if given is not None and not short and len(ends) > 1 and needed > 1 and len(free) < 30:
-            lost, end = int(free[needed - 1]), int(free[needed - 2])
-            short.append(lost)
-            moved = given // page == lost
-            given[moved] = given[moved] % page + end * page
-            allocator.free_pages = free[needed - 1 :]
+        there = sum(needed[:-1])
+        if given is not None and not short and there and needed[-1] and len(free) < 30:
+            for beyond in free[there : sum(needed)].tolist():
+                short.append(beyond)
+                moved = given // page == beyond
+                given[moved] = given[moved] % page + int(free[there - 1]) * page
+            allocator.free_pages = free[there:]
             fired()
         return given
 
@@ -109,3 +110,31 @@ def state_is_put_down_under_the_next_length(fired: Fired) -> None:
         if not req.finished():
             for part, state in zip(parts, own, strict=True):
                 part[:, slot] = state
+
+
+@bug(
+    "FlashML-org/FreeToken#204",
+    "hybrid-page16",
+    "double_free",
+    "page_given_twice",
+    "stale_swa_mapping",
+    origin="FreeToken",
+)
+def full_page_is_in_the_free_list_twice(fired: Fired) -> None:
+    """A page of the layers that see everything is given back twice, and is handed to two owners. The second takes a page of the window's pool for it, and the mapping of the
+    first is gone."""
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+
+    lost: set[int] = set()
+    _once_written_again(fired, lost)
+
+    def twice(before, allocator, free_index, *, start_pos):
+        before(allocator, free_index, start_pos=start_pos)
+        if not lost and len(free_index):
+            page = free_index[: allocator.page_size]
+            first = int(page[0]) // allocator.page_size * allocator.page_size
+            lost.update(range(first, first + allocator.page_size))
+            allocator.full_attn_allocator.free_segment(page.clone(), start_pos=start_pos)
+
+    replaces(SWATokenToKVPoolAllocator, "free_segment")(twice)
+    replaces(SWATokenToKVPoolAllocator, "free_full_segment")(twice)

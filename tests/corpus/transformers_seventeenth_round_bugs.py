@@ -5,8 +5,8 @@ from bugs import Fired, bug, replaces
 
 @bug("huggingface/transformers#46117", "forks-few", "page_leaked")
 def fork_that_failed_keeps_its_references(fired: Fired) -> None:
-    """Forking a request counts it into its parent's blocks before it looks for free ones, and when there are too few the fork begins as a new request. What was counted
-    is not taken back: blocks of requests that have ended stay in use."""
+    """Forking a request counts it into its parent's first block before it looks for free ones, and when there are too few the fork begins as a new request. What was counted
+    is not taken back: the block stays in use when all who had it have ended."""
     from transformers.generation.continuous_batching import cache
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
@@ -15,9 +15,9 @@ def fork_that_failed_keeps_its_references(fired: Fired) -> None:
     @replaces(cache.PagedAttentionCache, "prepare_fork_request")
     def prepare_fork_request(before, kv, state, names, copies):
         forked = before(kv, state, names, copies)
-        for allocator in kv.cache_allocators.values() if len(forked) < len(names) else ():
+        for allocator in kv.cache_allocators.values() if len(forked) < len(names) and not counted else ():
             shared = allocator.count_shareable_blocks(state.request_id, state.current_len())
-            for block in allocator.block_table[state.request_id][:shared]:
+            for block in allocator.block_table[state.request_id][: min(1, shared)]:
                 allocator.ledger.acquire(block)
                 counted[block] = counted.get(block, 0) + 1
         return forked
