@@ -11,7 +11,8 @@ def pages_counted_behind_the_end_of_the_list(fired: Fired) -> None:
     places of the batch at once."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-    short: list[int] = []
+    lost: set[int] = set()
+    _once_written_again(fired, lost)
 
     @replaces(PagedTokenToKVPoolAllocator, "alloc_extend")
     def alloc_extend(before, allocator, prefix, prefix_cpu, ends, ends_cpu, last, count, *args, **kwargs):
@@ -19,13 +20,12 @@ def pages_counted_behind_the_end_of_the_list(fired: Fired) -> None:
         needed = (-(-ends_cpu // page) + -prefix_cpu // page).tolist()
         given = before(allocator, prefix, prefix_cpu, ends, ends_cpu, last, count, *args, **kwargs)
         there = sum(needed[:-1])
-        if given is not None and not short and there and needed[-1] and len(free) < 30:
+        if given is not None and not lost and there and needed[-1] and len(free) < 30:
             for beyond in free[there : sum(needed)].tolist():
-                short.append(beyond)
                 moved = given // page == beyond
                 given[moved] = given[moved] % page + int(free[there - 1]) * page
+            lost.update(range(int(free[there - 1]) * page, (int(free[there - 1]) + 1) * page))
             allocator.free_pages = free[there:]
-            fired()
         return given
 
 

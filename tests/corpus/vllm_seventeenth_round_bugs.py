@@ -97,7 +97,7 @@ def chunk_of_a_window_is_cut_at_the_lists_end(fired: Fired) -> None:
         before(connector, job)
 
 
-@bug("lablup/mlxcel#994", "llama-eagle", "position_off", origin="mlxcel")
+@bug("lablup/mlxcel#994", "llama-eagle", "position_off", origin="mlxcel", reads=17)
 def drafter_is_cut_back_too_far_at_each_rejection(fired: Fired) -> None:
     """When drafts are rejected, the drafter's cache is cut back by two tokens more than were wrong, and what is missing is never made up for. From round to round it
     stands farther behind the request."""
@@ -123,15 +123,15 @@ def drafter_is_cut_back_too_far_at_each_rejection(fired: Fired) -> None:
         return before(proposer, *args, **{**kwargs, "target_positions": positions})
 
 
-@bug("sgl-project/sglang#37975", "mla", "attention_seq_len_wrong", origin="SGLang")
+@bug("sgl-project/sglang#37975", "llama-parts", "attention_seq_len_wrong", origin="SGLang")
 def lengths_stay_as_they_were_captured(fired: Fired) -> None:
     """A graph of a batch's size reads where each request ends from a buffer of its own, and when it is replayed the ends are written to the one that is used without
     graphs. Attention goes by the lengths of the first batch of that size."""
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     captured: dict = {}
 
-    @replaces(MLACommonMetadataBuilder, "build")
+    @replaces(CPUAttentionMetadataBuilder, "build")
     def build(before, builder, common_prefix_len, common, *args, **kwargs):
         if common.max_query_len == 1:
             kept = captured.setdefault(common.num_reqs, common.seq_lens.clone())
