@@ -25,6 +25,7 @@ ROUNDS = (
     "fourteenth_round",
     "fifteenth_round",
     "sixteenth_round",
+    "seventeenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
