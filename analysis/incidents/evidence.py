@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
+    given_at_once,
     goes_on_inside,
     its_own_slot,
     lost_all,
@@ -225,6 +226,9 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         kinds_left = kinds_of_others if taken_from_behind(cluster, sign) else ("swa_window_off_by_one",)
         gone = Likely("allocation", lost.get(seen.held, kinds_left))
         return gone if missing else Likely("table", ("stale_swa_mapping",))
+    nothing = cluster.finding("padding_slot_read")
+    if nothing is not None and (cluster.wrote(nothing) or (0, 0))[1] > 0:  # its row does not name what it has written
+        return Likely("table", ("req_to_token", "slot_mapping"))
     if wrote_to_padding(cluster) is not None:
         return Likely("allocation", ("page_given_twice", "double_free"))
     given, remapped = cluster.last(sign, "alloc"), cluster.last(sign, "remapped")
@@ -289,6 +293,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
             return Likely("table", ("req_to_token", "row_reassigned_in_flight"))
         if cluster.window(sign) and sign.writer_event < 0:
             return Likely("allocation", ("swa_window_off_by_one", "free_too_early"))
+        if sign.kind == "write_to_foreign_slot" and not seen.off_row and given_at_once(cluster, sign):
+            return Likely("allocation", ("page_given_twice", "slot_mapping", "req_to_token"))
         if seen.enough or seen.rewritten or not cluster.complete:
             return Likely("table", ("req_to_token", "slot_mapping", "row_reassigned_in_flight"))
         return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))

@@ -177,3 +177,14 @@ def still_empty(cluster: Cluster) -> Sign | None:
     return next(
         (s for s in empty if not any(f.what == "written" and f.event < s.event for f in cluster.history(s))), None
     )
+
+
+def given_at_once(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a slot has just been given out, and whoever was given it and a sign's request write it for the first time in one
+    forward: where a slot counts as given to whoever writes it first, it may have been given to both.
+    """
+    given = cluster.last(sign, "alloc")
+    if given is None or not cluster.facts.frees_of_nobody or given.request_id == sign.request_id:
+        return False
+    since = [fact for fact in cluster.history(sign) if fact.what == "written" and fact.event > given.event]
+    return {fact.event for fact in since} == {sign.event}

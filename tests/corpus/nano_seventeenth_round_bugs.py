@@ -18,7 +18,7 @@ def one_place_for_all_rows_of_the_cache(fired: Fired) -> None:
         return ids, positions
 
 
-@bug("sgl-project/sglang#33996", "nano-chunks", "page_leaked", origin="SGLang")
+@bug("sgl-project/sglang#33996", "nano-chunks", "page_leaked", "seq_len_backwards", origin="SGLang")
 def chunk_leaves_no_note_of_its_blocks(fired: Fired) -> None:
     """What a chunk has computed is not written down for a request that is kept out of the prefix cache. The next chunk begins at the front and is given all blocks once more,
     and those of the first are in nobody's table."""

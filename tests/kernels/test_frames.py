@@ -38,8 +38,8 @@ build(inside.attention_kernel, HAS_QO=True, HAS_WINDOW=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=False, HAS_WINDOW=False, TILE=512)
 build(inside.end_kernel, TILE=512)
 types |= {"first": "*i32", "second": "*i64", "pool": "*i64", "slots": "*i64", "out": "*i64"}
-build(inside.state_kernel, 6, AFTER=False, TILE=512)
-build(inside.state_kernel, 6, AFTER=True, TILE=512)
+for after, saved in ((False, False), (True, False), (False, True), (True, True)):
+    build(inside.state_kernel, 7, AFTER=after, SAVED=saved, TILE=512)
 from kvcanary.kernels.ops.state_hash.triton import slots_kernel
 build(slots_kernel, TILE=512)
 """
@@ -49,7 +49,7 @@ def test_they_compile_for_a_gpu(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["True"] * 9
+    assert done.stdout.split() == ["True"] * 11
 
 
 @pytest.mark.parametrize("bs", [0, 1, 5])

@@ -84,5 +84,7 @@ def load_of_other_prefix(cluster: Cluster) -> Diagnosis | None:
             said += (
                 f"token {sign.stored_token} at position {sign.stored_position}, which lay under the key that was loaded"
             )
-            return cluster.diagnosis(0.94, said, sign, load.event, sign.event, cause=load.event)
+            # Of another position it may as well have been stored from another block than the key's.
+            score = 0.94 if sign.stored_position == sign.position else 0.66
+            return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
     return None

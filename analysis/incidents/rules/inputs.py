@@ -34,8 +34,9 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
     """
     for sign in cluster.head:
         mine = [other for other in cluster.head if other.request_id == sign.request_id]
-        told, fed = _told(mine), sign.bits & WRITE_POSITION and sign.runner == 0 and _in_plan(cluster, sign)
-        if sign.runner != 0 or not (told or fed):
+        told = _told(mine)
+        fed = sign.bits & WRITE_POSITION and (_far_off(sign) and not told if sign.runner else _in_plan(cluster, sign))
+        if not fed and (sign.runner or not told):
             continue
         off = sorted({s.stored_position - s.position for s in mine if s.bits & WRITE_POSITION})
         by = f", off by {', '.join(f'{n:+d}' for n in off[:3])}" if off and not told else ""
@@ -76,6 +77,11 @@ def _told(mine: list[Sign]) -> bool:
     return bool(lens and off) and not before
 
 
+def _far_off(sign: Sign) -> bool:
+    """Whether what a draft was fed is more than one position off."""
+    return abs(sign.stored_position - sign.position) > 1
+
+
 def _in_plan(cluster: Cluster, sign: Sign) -> bool:
     """Whether a forward has a token for the position that a sign says was expected, and so was fed another."""
     here = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
@@ -97,6 +103,8 @@ def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
     distance = sign.stored_position - sign.position
     content = any(s.kind or s.bits & ~WRITE_POSITION for s in cluster.head)
     if len(off) != 1 or content or (sign.runner == 0 and cluster.has_trace):
+        return None
+    if sign.runner > 0 and _far_off(sign):
         return None
     model = "draft" if sign.runner > 0 else "model"
     said = f"the {model} was fed position {sign.stored_position} for position {sign.position} of {sign.reader} in "

@@ -214,6 +214,8 @@ class VllmRecording:
             count = np.full(src.size, group.block_size, np.int64)
             self.recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")
             self.layout.kv.copied(group, runs_to_slots(src, count), runs_to_slots(dst, count))
+        for pool in range(len(self.layout.states.pools)):
+            self.recorder.state_changed("copy", pool=pool, slots=blocks[:, 1], sources=blocks[:, 0])
 
     def _see_cached(self, cached: Any) -> None:
         """Take over the tokens that the scheduler sends along: of resumed requests, and to the ranks that do not sample."""
