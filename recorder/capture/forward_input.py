@@ -187,9 +187,7 @@ class CopiedForward:
     # Of each of the runner's state pools what a device has found, `[3, bs]`: slots, hashes before and after.
     states: tuple[Int64Array, ...] = ()
     values: dict[str, Int64Array] = field(default_factory=dict)  # event columns: written, and no model's
-    identity: dict[str, Int64Array] = field(
-        default_factory=dict
-    )  # event columns: computed with what is not the request's
+    identity: dict[str, Int64Array] = field(default_factory=dict)  # event columns: what is not the requests' own
     note: str = ""
     failed: bool = False  # what it wrote is unknown
 

@@ -198,12 +198,15 @@ class SglangRecording:
     def _leave_out(self, layout: RunnerLayout, written: Any) -> None:
         """Record of a forward over a tree of drafts, whose tokens share positions, only that it fills slots."""
         self._left_out, self.results.last_target = True, None
-        for number in layout.groups.values():
+        for number in layout.groups.values() if written is not None else ():
             histories = [history for history in self.histories if number in history.groups]
             fill = functools.partial(self._fill, number, histories)
             if isinstance(self.recorder, DeviceRecorder):
                 lut = self.layout.groups[number].lut
-                slots = written if lut < 0 else self.layout.luts[lut][written]
+                slots = written
+                if lut >= 0:
+                    table = self.layout.luts[lut]
+                    slots = table[written.clamp(0, table.numel() - 1)]
                 self.recorder.with_next_forward(fill, slots)
                 self.recorder.forget_slots(number, slots)
             else:

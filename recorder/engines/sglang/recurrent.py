@@ -49,7 +49,8 @@ def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatc
         reason = f"this version keeps states otherwise: {type(error).__name__}"
         return NotWatched(what="pool", name=name, reason=reason)
     sizes = {"num_slots": slots, "layer": first, "num_layers": len(layers), "hashed_bytes": MOST_BYTES}
-    padding = (0,) if getattr(pool, "free_slots", None) == list(range(1, slots)) else ()  # before any is given out
+    free = getattr(pool, "free_slots", None)
+    padding = (0,) if isinstance(free, list) and free == list(range(1, slots)) else ()  # before any is given out
     return StatePool(name=name, runner=index, padding_slots=padding, **sizes), parts
 
 

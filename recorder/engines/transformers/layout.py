@@ -230,8 +230,8 @@ def attention_input(
     """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
 
     Layers with a sliding window get the window's length, of which `table_read` says what it reads of the ring; if the lengths
-    do not fit what is read, what one is off by is what the request's is off by. Nothing else says which slots they ought to read. The
-    decode fast path has a block table in the place of `read_index`.
+    do not fit what is read, what one is off by is what the request's is off by. Nothing else says which slots they ought to
+    read. The decode fast path has a block table in the place of `read_index`.
     """
     bs = prefix.size
     seq_lens = end = prefix + extend

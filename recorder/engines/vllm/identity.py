@@ -41,7 +41,7 @@ class Identities:
         self._said = 0
         self._adapters: dict[int, str] = {}  # by an adapter's number, what it was loaded with last
         self._paths: dict[int, str] = {}  # and where it comes from
-        self._given: Sequence[int] = ()  # the adapters' numbers that layers get in the next step, one a token
+        self._given: tuple[int, ...] = ()  # the adapters' numbers that layers get in the next step, one a token
         self.looks = False  # whether there are adapters at all
         self.others: list[IdentityValue] = []  # of the step that has begun, as `ForwardInput` has them
 
@@ -71,7 +71,7 @@ class Identities:
 
     def on_given(self, _samples: Any, tokens: Any, loras: Any, *_args: Any, **_kwargs: Any) -> None:
         """Take note of which adapter each token of the next step is computed with."""
-        self._given = tokens
+        self._given = tuple(tokens)
         self._paths |= {int(lora.lora_int_id): _path_of(lora) for lora in loras or ()}
 
     def look(self, requests: Sequence[VllmRequest], counts: Sequence[int]) -> bool:
@@ -83,11 +83,13 @@ class Identities:
         whole = len(given) >= sum(counts) and len(requests) == len(counts)
         if whole and (any(given) or any(known.adapter for known in requests)):
             for place, (known, count) in enumerate(zip(requests, counts, strict=True)):
-                others = [number for number in given[at : at + count] if number != known.adapter]
+                mine = given[at : at + count]
                 at += count
+                others = count - mine.count(known.adapter)
                 if others and known.adapter >= 0:
-                    path = self._valued(int(others[0]), self._paths.get(int(others[0]), "")) if others[0] else ""
-                    self.others.append(IdentityValue("adapter", path, place, len(others)))
+                    first = int(next(number for number in mine if number != known.adapter))
+                    path = self._valued(first, self._paths.get(first, "")) if first else ""
+                    self.others.append(IdentityValue("adapter", path, place, others))
         return self.others != before
 
     def beside(self, forwards: list[StepForward]) -> list[StepForward]:

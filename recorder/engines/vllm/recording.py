@@ -271,8 +271,10 @@ class VllmRecording:
             return
         self._prepared = None
         running: list[VllmRequest] | None = None
-        known_requests = [known for known in map(self.requests.get, step.names) if known is not None]
-        other = self.identities.look(known_requests, step.extend.tolist())
+        other = False
+        if self.identities.looks:
+            known_requests = [known for known in map(self.requests.get, step.names) if known is not None]
+            other = self.identities.look(known_requests, step.extend.tolist())
         if other or self._requests_changed or not self.on_device.goes_on(step):
             for known in self._ran:  # the steps that went on with them have not said so
                 if known.row and self.requests.get(known.name) is known:

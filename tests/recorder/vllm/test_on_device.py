@@ -11,6 +11,7 @@ from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.vllm import recording
 from kvcanary.recorder.engines.vllm.device import why_it_waits
+from kvcanary.recorder.engines.vllm.identity import Identities
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -85,7 +86,11 @@ def test_both_recorders_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_both_recorders_say_which_requests_anothers_adapter_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare, steps = fake_engine.GPUModelRunner.prepare, [0]
+    prepare, steps, begin = fake_engine.GPUModelRunner.prepare, [0], Identities.begin
+
+    def begins(self: Any, known: Any, request: Any) -> None:
+        request.lora_request = None
+        begin(self, known, request)
 
     def prepares(self: Any, output: Any) -> Any:
         steps[0] += 1
@@ -97,6 +102,7 @@ def test_both_recorders_say_which_requests_anothers_adapter_computes(
         self._set_active_loras((), tuple(adapters), ())
         return prepare(self, output)
 
+    monkeypatch.setattr(Identities, "begin", begins)
     monkeypatch.setattr(fake_engine.GPUModelRunner, "prepare", prepares)
     monkeypatch.setattr(fake_engine.GPUModelRunner, "_set_active_loras", lambda *_: None, raising=False)
     monkeypatch.setattr(fake_engine.GPUModelRunner, "lora_manager", SimpleNamespace(), raising=False)
