@@ -222,9 +222,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
             Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one"),
             Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early"),
         }
-        kinds_of_others = ("free_too_early", "radix_insert_then_free", "swa_window_off_by_one")
-        kinds_left = kinds_of_others if taken_from_behind(cluster, sign) else ("swa_window_off_by_one",)
-        gone = Likely("allocation", lost.get(seen.held, kinds_left))
+        by_others = ("free_too_early", "radix_insert_then_free") if taken_from_behind(cluster, sign) else ()
+        gone = Likely("allocation", lost.get(seen.held, (*by_others, "swa_window_off_by_one")))
         return gone if missing else Likely("table", ("stale_swa_mapping",))
     nothing = cluster.finding("padding_slot_read")
     if nothing is not None and (cluster.wrote(nothing) or (0, 0))[1] > 0:  # its row does not name what it has written
