@@ -229,7 +229,7 @@ def test_a_server_that_was_killed_is_started_again() -> None:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(sent: signal.Signals, tmp_path: Path) -> None:
     """And so do SIGTERM and a closed terminal, which come to the workers too."""
-    traces = [record(ToyEngine(SHAPES["full"], seed=4, forwards=3000), tmp_path / "0.arrow")]
+    traces = [record(ToyEngine(SHAPES["full"], seed=4, forwards=9000), tmp_path / "0.arrow")]
     traces += [Path(shutil.copy(traces[0], tmp_path / f"{number}.arrow")) for number in (1, 2)]
     code = (
         "import sys; from kvcanary.cli import replay_main; "
@@ -245,7 +245,7 @@ def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(sent: signal.S
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     begun = [tmp_path / f"{number}.report" / "violations.parquet.partial" for number in (0, 1)]
-    wait_until_under_way(process, begun, cpu_seconds=0.3)  # within the first of three batches, at whose end they look
+    wait_until_under_way(process, begun, cpu_seconds=0.3)  # within the first of its batches, at whose ends they look
     os.killpg(process.pid, sent)
     out, err = process.communicate()
     assert process.returncode == 125, (out, err)
