@@ -278,25 +278,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("shared_page_written", "fork_copy_missing", "page_given_twice"))
     loaded = seen.filled is Filled.LOAD and not cluster.complete  # a load is for whoever reads it
     if seen.held is Held.NEVER and not loaded:
-        if seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign)):
-            return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
-        given = cluster.last(sign, "alloc")
-        since = given.event if given is not None else -1
-        through = {fact.via for fact in cluster.history(sign) if fact.what == "written" and fact.event >= since}
-        foreign = cluster.finding("write_to_foreign_slot")
-        if cluster.is_sliding(sign) and foreign is not None and len(through) <= 1:
-            return Likely("allocation", ("commit_beyond_allocation", "page_given_twice", "free_too_early"))
-        if cluster.is_sliding(sign):
-            return Likely("table", ("stale_swa_mapping",))
-        if lost_all(cluster, sign):
-            return Likely("table", ("req_to_token", "row_reassigned_in_flight"))
-        if cluster.window(sign) and sign.writer_event < 0:
-            return Likely("allocation", ("swa_window_off_by_one", "free_too_early"))
-        if sign.kind == "write_to_foreign_slot" and not seen.off_row and given_at_once(cluster, sign):
-            return Likely("allocation", ("page_given_twice", "slot_mapping", "req_to_token"))
-        if seen.enough or seen.rewritten or not cluster.complete:
-            return Likely("table", ("req_to_token", "slot_mapping", "row_reassigned_in_flight"))
-        return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
+        return _never_given(cluster, seen)
     if over_its_window(cluster, sign):
         return Likely("write", ("slot_mapping", "window_read_wrong"))
     if cluster.window(sign) and seen.filled in (Filled.ITSELF, Filled.ITSELF_ELSEWHERE):
@@ -318,6 +300,30 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.filled is Filled.ITSELF:
         return Likely("input", _POSITIONS if seen.positions else ("async_resume_wrong_input", "future_map_overrun"))
     return _CONTENT.get(seen.filled, Likely(sign.branch))
+
+
+def _never_given(cluster: Cluster, seen: Evidence) -> Likely:
+    """The branch of a slot that its user was never given."""
+    sign = seen.sign
+    if seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign)):
+        return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
+    given = cluster.last(sign, "alloc")
+    since = given.event if given is not None else -1
+    through = {fact.via for fact in cluster.history(sign) if fact.what == "written" and fact.event >= since}
+    foreign = cluster.finding("write_to_foreign_slot")
+    if cluster.is_sliding(sign) and foreign is not None and len(through) <= 1:
+        return Likely("allocation", ("commit_beyond_allocation", "page_given_twice", "free_too_early"))
+    if cluster.is_sliding(sign):
+        return Likely("table", ("stale_swa_mapping",))
+    if lost_all(cluster, sign):
+        return Likely("table", ("req_to_token", "row_reassigned_in_flight"))
+    if cluster.window(sign) and sign.writer_event < 0:
+        return Likely("allocation", ("swa_window_off_by_one", "free_too_early"))
+    if sign.kind == "write_to_foreign_slot" and not seen.off_row and given_at_once(cluster, sign):
+        return Likely("allocation", ("page_given_twice", "slot_mapping", "req_to_token"))
+    if seen.enough or seen.rewritten or not cluster.complete:
+        return Likely("table", ("req_to_token", "slot_mapping", "row_reassigned_in_flight"))
+    return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
 
 
 def _begins_at(cluster: Cluster, sign: Sign) -> bool:

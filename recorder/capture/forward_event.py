@@ -37,9 +37,8 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
     `gathered` holds, for each of the runner's groups in header order, each stream's `[T, capture_bytes]` written bytes.
     """
     ints: dict[str, Int64Array] = {name: getattr(forward, name) for name in _INTS}
-    ints |= (
-        forward.changes | forward.attention | forward.windows | forward.recurrent | forward.values | forward.identity
-    )
+    ints |= forward.changes | forward.attention | forward.windows | forward.identity
+    ints |= forward.recurrent | forward.values
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)
     payload = {}

@@ -183,6 +183,12 @@ class IdentityValue(NamedTuple):
     length: int = 0
 
 
+def chosen_identity(identity: Sequence[IdentityValue], chosen: Sequence[int]) -> list[IdentityValue]:
+    """Return the part of a forward's that some of its requests have, by their places, ascending."""
+    at = {place: new for new, place in enumerate(chosen)}
+    return [one._replace(start=at[one.start]) for one in identity if one.start in at]
+
+
 def identity_columns(identity: Sequence[IdentityValue], hash_name: Callable[[str], str]) -> dict[str, Int64Array]:
     """Return a request's identity as columns; `hash_name` keeps texts private, if names are."""
     rows = []

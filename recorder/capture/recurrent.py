@@ -35,9 +35,10 @@ class StateAccess(NamedTuple):
 
     def of(self, chosen: Int64Array, *, ran: bool = False) -> "StateAccess":
         """Return what some requests `[n]` of the forward read and write."""
-        parts = (own_int64(part)[chosen] if len(part) else part for part in (*self[:2], *self[3:]))
-        reads, writes, saves, tokens = parts
-        return StateAccess(reads, writes, self.ran or ran, saves, tokens)
+        saves, tokens = (own_int64(part)[chosen] if len(part) else part for part in (self.saves, self.saved_tokens))
+        return StateAccess(
+            own_int64(self.reads)[chosen], own_int64(self.writes)[chosen], self.ran or ran, saves, tokens
+        )
 
 
 class RecurrentCapture:

@@ -24,16 +24,8 @@ _ORDER: Final = (
     *("table_entry_differs", "padded_write", "padding_slot_read", "write_lost", "write_damaged", "wrong_window"),
     *("row_reassigned", "hit_never_written", "hit_differs", "seq_len_backwards", "swa_mapping_stale"),
     *("freed_during_transfer", "transfer_not_held", "input_not_sampled", "input_not_truth", "attention_lens"),
-    *(
-        "attention_slots",
-        "identity",
-        "computed_otherwise",
-        "state_differs",
-        "copy_differs",
-        "load_landed_late",
-        "oracle_token",
-    ),
-    *("layer_changed", "bad_values", "failed_load_read"),
+    *("attention_slots", "identity", "computed_otherwise", "state_differs", "copy_differs", "load_landed_late"),
+    *("oracle_token", "layer_changed", "bad_values", "failed_load_read"),
 )
 
 for _module in pkgutil.iter_modules(__path__):

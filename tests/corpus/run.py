@@ -27,6 +27,7 @@ HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2
 sys.path.insert(0, str(HERE))
 
 from bugs import BUGS, H200, Bug, link, load  # noqa: E402
+from rounds import ROUND_NOTES, SWITCHES  # noqa: E402
 
 load()
 
@@ -35,122 +36,6 @@ ANSWERS = "answers.json"  # by trace: whether the bug changed what was answered
 FIRST_TRY = DATA / "held-out.json"  # by trace: what the rules said before they were mended
 PAGE = ROOT / "docs" / "results" / "real-bugs.md"
 PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv", "nano": ".venv"}
-SWITCHES = (
-    "`SGLANG_DEBUG_REVERT_PR` takes back six mends in 0.5.23. Each is about drafts, which the attention that runs on the CPU does "
-    "not have. 25015 and 26329 were recorded with 0.5.16 on an H200. 26972 (rows too short near the longest context) does not fit "
-    "0.5.16; what it does to a row is made anew on the CPU (row_written_past_its_end). 27338, 27460 (FlashInfer's index buffers, the "
-    "second for MLA) and 27360 (FlashAttention's table of drafts) do harm only where a draft has more than one branch (topk > 1), "
-    "and in backends that the H200 did not have; the recorder does not read such trees, says so and ends its recording."
-)
-# Of each round: the rules that it was judged by first, and what is to be said of it.
-ROUND_NOTES = (
-    ("114c471", ""),
-    (
-        "e0fc44a",
-        (
-            "`saved_after_the_blocks_were_reused` was recorded a second time before the rules were touched, since its first patch "
-            "changed no byte; that recording was found clean."
-        ),
-    ),
-    ("40e0d26", ""),
-    (
-        "02f91f1",
-        (
-            "Two more are not in what the adapters record (vLLM's drafts, what SGLang hands to its pool), as their headers say; one "
-            "never took effect, and two could not be recorded in time."
-        ),
-    ),
-    (
-        "9b43459",
-        (
-            "One more is a leak in an engine whose slots are not all told, one never took effect, and one could not be recorded in "
-            "time. `restored_one_token_too_many` also has its request in the batch twice, which the rules named."
-        ),
-    ),
-    (
-        "aac76a1",
-        (
-            "One more never took effect. `failed_load_is_not_taken_back` was recorded a second time before the rules were touched, "
-            "since no load failed in the first; it was found clean both times."
-        ),
-    ),
-    (
-        "a321006",
-        (
-            "One more is not in what is recorded there: of each token's K and V 16 bytes are kept, which are the first head's "
-            "(`every_rank_gets_the_first_head`, found clean). `left_window_cached_again` was "
-            "recorded a second time before the rules were touched, since no hit of the first ended where slots were gone; it was "
-            "found clean."
-        ),
-    ),
-    (
-        "36a6cc1",
-        (
-            "One more is not in what is recorded there, what a draft of vLLM's is fed (`last_block_of_a_draft_hit_kept`, found clean; with "
-            "it 12 of 16 were right), and one never took effect."
-        ),
-    ),
-    (
-        "740d914",
-        (
-            "One more is a leak in an engine whose slots are not all told (`released_as_far_as_its_tokens`, found clean; with it 13 of 16 "
-            "were right). What is observed alone said the right branch of all 15. The marks of two that said their first read too early were mended after the count, and the two recorded again."
-        ),
-    ),
-    (
-        "b42a605",
-        (
-            "By the kinds that were set before, 11 of 20 were right and four wrong with 0.7 or more: "
-            "`asks_for_a_block_that_it_has` got its second one behind the count, and one is not counted here. "
-            "Of the five that were found clean two are of SGLang, whose trace promises no whole history of its slots. Those that were "
-            "stored or loaded wrong in transformers were recorded again behind the count, with what its adapter hashes since, and so was "
-            "vLLM's adapter. `step_without_drafts_feeds_no_drafter` is what vLLM does itself, and stays unknown."
-        ),
-    ),
-    (
-        "dfec1e4",
-        (
-            "One more is not in what is recorded there: vLLM's adapter does not say what the model hands to the pool "
-            "(`scales_set_to_one_behind_the_first_write`, found clean; with it 12 of 13 were right)."
-        ),
-    ),
-    (
-        "ccfe1d4",
-        (
-            "The two that are late are not: vLLM's step, before which the mark stands, is recorded as two forwards, and the damage is "
-            "read in the second (set behind the count)."
-        ),
-    ),
-    (
-        "f9ceaca",
-        "One more never took effect: what it damaged was written anew before anybody read it, as was seen behind the count (found clean).",
-    ),
-    ("13e0438", "Two are found clean still, as the table says."),
-    (
-        "55d0b23",
-        (
-            "One more is not in what is recorded there: what SGLang hands to its pool (`scale_of_the_warm_up_stays`, found clean). "
-            "Which adapter vLLM computes a token with was not recorded either; it is since, and "
-            "`adapters_in_another_order_than_the_tokens` was recorded again behind the count; so were the two of `delta-units`, whose "
-            "clean run was called corrupt: blocks that vLLM copies have states in them, too."
-        ),
-    ),
-    (
-        "51f4a63",
-        (
-            "These were to be of what the adapters record, and as teams meet them: tables, slots, lengths, hits, states, loads."
-        ),
-    ),
-    (
-        "a562ad6",
-        (
-            "These were to be unpleasant, no two alike. One more is a leak in an engine whose slots are not all told "
-            "(`fork_that_failed_keeps_its_references`, found clean). Two of the three that were wrong name what happened otherwise than "
-            "was set before: a request that begins again at its front has its length go back, too, and what was stored from another block "
-            "is another prefix's when it is loaded (these kinds were added behind the count)."
-        ),
-    ),
-)
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right
 CERTAIN = 0.7  # no wrong kind may be said with this

@@ -15,6 +15,7 @@ from ...trace.header import StateTable, TraceHeader
 from ..forward_event import lut_columns, table_columns, truth_columns
 from ..forward_input import CopiedForward
 from ..host_arrays import ragged_index, wrapped
+from ..privacy import IdentityValue, chosen_identity
 from ..recorder import Recorder
 from .capture import DeviceCapture
 from .forward import ForwardPart, FrameInFlight, TokenSource, tokens_of
@@ -282,12 +283,10 @@ class FrameDecoder:
         forward.out_cache_loc = tuple(out_cache_loc)
         forward.changes = self._changes.columns(in_flight.runner, frame)
         truth, lens, last_lens, kept = None, _NOTHING, None, None
+        identity: Sequence[IdentityValue] = getattr(requests, "identity", ())
         if requests is not None:
             known = requests.ids[: forward.rows.size]
             forward.request_ids[: known.size] = known
-            identity: Any = getattr(requests, "identity", ())
-            if identity:
-                forward.identity = self._recorder.identity_columns(identity)
             truth, lens = requests.truth, _truth_lens(in_flight, requests.known_lens)
             last = next((one for one, *_ in reversed(self.fetched) if one.requests is requests), None)
             last_lens = None if last is None or in_flight.parts else _truth_lens(last, requests.known_lens)
@@ -302,6 +301,9 @@ class FrameDecoder:
             chosen = truth if truth is None or places is None else [truth[r] for r in places]
             own = lens if places is None else lens[places]
             one.changes |= self._truth.changes(one.rows, chosen, own, last_lens=last_lens)
+            if identity:
+                mine = identity if places is None else chosen_identity(identity, places)
+                one.identity = self._recorder.identity_columns(mine) if mine else {}
             self.breathe()
             self.before_each(one)
             if not self._recorder.put_captured(one, content):
@@ -358,7 +360,6 @@ def _forwards(
             out_cache_loc=tuple(slots[tokens] for slots in forward.out_cache_loc),
             written=tuple(slots[tokens] if slots.size else slots for slots in forward.written),
             states=tuple(_of_part(values[:, places], number) for values in forward.states),
-            identity=_identity_of(forward.identity, places) if forward.identity else {},
             # Of slots that attention got otherwise there are none: such frames are of lengths alone.
             attention={name: lens[places] - left_out for name, lens in forward.attention.items() if lens.size},
             changes={} if number else forward.changes,
@@ -372,13 +373,6 @@ def _of_part(values: Int64Array, number: int) -> Int64Array:
     if number:
         values[STATE_BEFORE] = 0
     return values
-
-
-def _identity_of(identity: dict[str, Int64Array], places: Int64Array) -> dict[str, Int64Array]:
-    """Return what a part's requests, by their places, were computed with that is not theirs."""
-    mine = np.isin(identity["identity_start"], places)
-    found = {name: column[mine] for name, column in identity.items()}
-    return found | {"identity_start": np.searchsorted(places, found["identity_start"])}
 
 
 def _truth_lens(in_flight: FrameInFlight, known_lens: Int64Array | None) -> Int64Array:

@@ -188,14 +188,6 @@ class DeviceForwards:
         )
 
 
-def draft_tree(server_args: Any) -> str:
-    """Say why what an engine drafts is a tree, whose tokens share positions; "" for chains, and for no drafts."""
-    algorithm = getattr(server_args, "speculative_algorithm", None)
-    branches = "speculative_ngram_max_bfs_breadth" if algorithm == "NGRAM" else "speculative_eagle_topk"
-    most = int(getattr(server_args, branches, None) or 1) if algorithm else 1
-    return f"drafts are trees: {branches} is {most}, expected 1" if most > 1 else ""
-
-
 def draft_steps(batch: Any, own: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     """Copy what goes into a graph of several draft steps, before it runs; `own` copies a tensor, here or on the device.
 

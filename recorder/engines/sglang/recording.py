@@ -3,13 +3,10 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import CopiedForward
 from ...capture.host_arrays import own_int64
@@ -17,12 +14,12 @@ from ...capture.recorder import Recorder
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
-from ...trace.schema import RECEIVE, RequestStatus
+from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
 from ..common.injecting import recorder_class
-from .forward import DeviceForwards, draft_steps, draft_tree, forward_input, mode_of
+from .forward import DeviceForwards, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
@@ -30,6 +27,7 @@ from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slo
 from .recurrent import StateHooks, without_states
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .transfers import SglangTransfers, room_of
+from .trees import draft_tree, record_filled
 
 logger = logging.getLogger("kvcanary")
 
@@ -172,7 +170,7 @@ class SglangRecording:
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self.results.moment += 1
         if self._tree and (batch.forward_mode.name == "TARGET_VERIFY" or not (layout.sampled or _extends(batch))):
-            self._leave_out(layout, batch.out_cache_loc)
+            self._leave_out(layout, batch)
             return
         if self._on_device is not None:
             moment = self.results.moment
@@ -195,38 +193,10 @@ class SglangRecording:
         if layout.sampled:
             self.results.last_target = (number, known)
 
-    def _leave_out(self, layout: RunnerLayout, written: Any) -> None:
-        """Record of a forward over a tree of drafts, whose tokens share positions, only that it fills slots."""
+    def _leave_out(self, layout: RunnerLayout, batch: Any) -> None:
+        """Record no forward over a tree of drafts, and that it fills slots."""
         self._left_out, self.results.last_target = True, None
-        for number in layout.groups.values() if written is not None else ():
-            histories = [history for history in self.histories if number in history.groups]
-            fill = functools.partial(self._fill, number, histories)
-            if isinstance(self.recorder, DeviceRecorder):
-                lut = self.layout.groups[number].lut
-                slots = written
-                if lut >= 0:
-                    table = self.layout.luts[lut]
-                    slots = table[written.clamp(0, table.numel() - 1)]
-                self.recorder.with_next_forward(fill, slots)
-                self.recorder.forget_slots(number, slots)
-            else:
-                fill(own_slots(self.layout, number, own_int64(written)))
-
-    def _fill(self, number: int, histories: Sequence[GroupHistory], slots: Int64Array) -> None:
-        """Record that nobody knows what is in slots from now on."""
-        own = self.recorder.recorder if isinstance(self.recorder, DeviceRecorder) else self.recorder
-        slots = np.unique(slots[(slots > 0) & (slots < self.layout.groups[number].num_slots)])
-        for history in histories:
-            history.given_out(slots, "a tree of drafts")
-        filled: dict[str, Any] = {
-            "direction": RECEIVE,
-            "room": -1,
-            "group": number,
-            "slots": slots,
-            "note": "a tree of drafts",
-        }
-        own.transfer("start", **filled)
-        own.transfer("end", **filled, read=False)
+        record_filled(self.recorder, self.layout, self.histories, layout, batch.out_cache_loc)
 
     def _on_host(self, batch: Any, layout: RunnerLayout, known: KnownBatch, forward_mode: Any = None) -> None:
         recorder: Any = self.recorder
@@ -313,7 +283,7 @@ class SglangRecording:
         """Record a draft's steps that run as one CUDA graph, each as it is captured in the graph, else after it."""
         layout = self.layout.runners[id(graph_runner.model_runner)]
         if self._tree:
-            self._leave_out(layout, batch.out_cache_loc)
+            self._leave_out(layout, batch)
             return self.after_model
         if self._inside is not None and self._inside.in_graphs(getattr(graph_runner, "backend", None)):
             self.before_model(layout, batch, batch.req_pool_indices.numel())

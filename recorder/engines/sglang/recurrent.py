@@ -101,36 +101,29 @@ def backend_of_all() -> Any:
         return None
 
 
-def _indices(backend: Any, bs: int) -> Any | None:
-    """Return the slots that a forward's recurrent layers are given, `[at least bs]`; None if nobody knows."""
+def _given(runner: Any, batch: Any, backend: Any, bs: int) -> tuple[Any, SavedStates | None] | None:
+    """Return the slots that a forward's recurrent layers are given, `[at least bs]`, and where they save states, None if nowhere;
+    None if nobody knows.
+    """
     metadata = getattr(getattr(backend, "linear_attn_backend", None), "forward_metadata", None)
     indices = getattr(metadata, "mamba_cache_indices", None)
-    return indices if indices is not None and indices.ndim == 1 and indices.numel() >= bs else None
-
-
-def state_indices(runner: Any, batch: Any, bs: int) -> tuple[StateIndices | SavedStates, ...]:
-    """Return the slots that the layers of a model runner's forward are given on the device, and those in which they save states;
-    nothing if nobody knows.
-    """
-    backend = backend_of_all() or getattr(batch, "attn_backend", None) or getattr(runner, "attn_backend", None)
-    indices = _indices(backend, bs)
-    if indices is None or indices.device != batch.req_pool_indices.device:
-        return ()
+    if indices is None or indices.ndim != 1 or indices.numel() < bs:
+        return None
     if getattr(batch, "mamba_track_mask", None) is None:
-        return (StateIndices(indices),)
-    saved = saved_states(runner, batch, backend, bs)
-    return () if saved is None else (StateIndices(indices), saved)
+        return indices, None
+    saved = _saved_states(runner, batch, backend, bs)
+    return None if saved is None else (indices, saved)
 
 
-def saved_states(runner: Any, batch: Any, backend: Any, bs: int) -> SavedStates | None:
+def _saved_states(runner: Any, batch: Any, backend: Any, bs: int) -> SavedStates | None:
     """Return where a batch's forward saves states, and how many tokens each is behind; None if nobody knows.
 
     In a CUDA graph these are computed anew at each launch, from the tensors that the layers get.
     """
     import torch
 
-    layers = getattr(backend, "linear_attn_backend", None)
-    slots = getattr(getattr(layers, "forward_metadata", None), "mamba_track_indices", None)
+    layers = backend.linear_attn_backend
+    slots = getattr(layers.forward_metadata, "mamba_track_indices", None)
     if slots is None or slots.numel() < bs or type(layers).__name__ not in _SAVES:
         return None
     tokens = batch.seq_lens[:bs]
@@ -141,6 +134,18 @@ def saved_states(runner: Any, batch: Any, backend: Any, bs: int) -> SavedStates 
         prefix = prefix[:bs]
         tokens = prefix + (upto[:bs] - prefix) // chunk * chunk
     return SavedStates(torch.where(batch.mamba_track_mask[:bs], slots[:bs], -1), tokens)
+
+
+def state_indices(runner: Any, batch: Any, bs: int) -> tuple[StateIndices | SavedStates, ...]:
+    """Return the slots that the layers of a model runner's forward are given on the device, and those in which they save states;
+    nothing if nobody knows.
+    """
+    backend = backend_of_all() or getattr(batch, "attn_backend", None) or getattr(runner, "attn_backend", None)
+    given = _given(runner, batch, backend, bs)
+    if given is None or given[0].device != batch.req_pool_indices.device:
+        return ()
+    indices, saved = given
+    return (StateIndices(indices),) if saved is None else (StateIndices(indices), saved)
 
 
 def _chunk(runner: Any) -> int:
@@ -203,12 +208,9 @@ class StateHooks:
     def access(self, backend: Any, batch: Any, prefix_lens: Int64Array) -> StateAccess | None:
         """Return which slots a forward's layers read and write, by the metadata that they are given; None for unknown."""
         bs = prefix_lens.size
-        indices = _indices(backend, bs)
-        if self._failed or indices is None:
+        given = None if self._failed else _given(self._runner, batch, backend, bs)
+        if given is None:
             return None
-        slots = own_int64(indices[:bs])
+        slots, saved = own_int64(given[0][:bs]), given[1]
         access = StateAccess(reads=np.where(prefix_lens > 0, slots, -1), writes=slots)
-        if getattr(batch, "mamba_track_mask", None) is None:
-            return access
-        saved = saved_states(self._runner, batch, backend, bs)
-        return None if saved is None else access._replace(saves=saved.slots, saved_tokens=saved.tokens)
+        return access if saved is None else access._replace(saves=saved.slots, saved_tokens=saved.tokens)

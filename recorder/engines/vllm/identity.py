@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ....kernels.arrays import Int64Array
-from ...capture.privacy import IdentityValue
+from ...capture.privacy import IdentityValue, chosen_identity
 from ..common.hooking import Finish, OnFault, wrap_method
 from .step import StepForward, VllmRequest, VllmRequests
 
@@ -97,7 +96,7 @@ class Identities:
         if not self.others:
             return forwards
         return [
-            (replace(given, identity=chosen_identity(self.others, chosen)), names, chosen)
+            (replace(given, identity=chosen_identity(self.others, chosen.tolist())), names, chosen)
             for given, names, chosen in forwards
         ]
 
@@ -132,12 +131,6 @@ class Identities:
     def _valued(self, number: int, path: str) -> str:
         held = self._adapters.get(number, "")
         return f"{path} with {held}" if held else path
-
-
-def chosen_identity(identity: Sequence[IdentityValue], chosen: Int64Array) -> list[IdentityValue]:
-    """Return the part that some requests of a batch have, by their places `[n]`, ascending."""
-    at = {place: new for new, place in enumerate(chosen.tolist())}
-    return [one._replace(start=at[one.start]) for one in identity if one.start in at]
 
 
 def _path_of(lora: Any) -> str:

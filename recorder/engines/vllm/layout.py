@@ -175,7 +175,8 @@ class VllmLayout:
         if layers:
             self.groups.append(target)
         drafts = tuple(name for name in group.layer_names if name in self._drafts)
-        return replace(target, name="draft", layers=drafts) if drafts else None
+        kernels = _kernel_window(self._attention, drafts)
+        return replace(target, name="draft", layers=drafts, kernel_window=kernels) if drafts else None
 
 
 def _kernel_window(attention: Mapping[str, Any], layers: Sequence[str]) -> int | None:

@@ -343,9 +343,8 @@ def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array
     if not window:
         return paged_read(table, block_size, prefix)
     if kernels is not None and kernels != window:
-        first = (
-            np.maximum(prefix - kernels - (kernels > window), 0) if kernels else None
-        )  # a longer one with the one before
+        before = int(kernels > window)  # of a longer one the predecessor, too
+        first = np.maximum(prefix - kernels - before, 0) if kernels else None
         return paged_read(table, block_size, prefix, starts=first)
     read = paged_read(table, block_size, prefix, starts=np.maximum(prefix - window - 1, 0))
     sliding = np.flatnonzero(prefix > window)

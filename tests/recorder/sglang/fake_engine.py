@@ -235,3 +235,15 @@ def serve(page_size: int = 1) -> tuple[list[list[int]], ModelRunner]:
     while running := [request for request in requests if not request.finished()]:
         scheduler.step(running)
     return [request.output_ids for request in requests], runner
+
+
+def drafts_in_trees(monkeypatch: Any) -> None:
+    """Have the engine verify trees of drafts where it decodes."""
+    init = ModelRunner.__init__
+
+    def with_tree(self: ModelRunner) -> None:
+        init(self)
+        vars(self.server_args).update(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=10)
+
+    monkeypatch.setattr(ModelRunner, "__init__", with_tree)
+    monkeypatch.setitem(globals(), "DECODE", SimpleNamespace(name="TARGET_VERIFY"))

@@ -73,14 +73,7 @@ def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.M
 
 
 def test_of_a_tree_of_drafts_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = ModelRunner.__init__
-
-    def with_tree(self: ModelRunner) -> None:
-        init(self)
-        vars(self.server_args).update(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=10)
-
-    monkeypatch.setattr(ModelRunner, "__init__", with_tree)
-    monkeypatch.setattr(fake_engine, "DECODE", SimpleNamespace(name="TARGET_VERIFY"))
+    fake_engine.drafts_in_trees(monkeypatch)
     told = []
     for on_device in (True, False):
         monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor, said=on_device: said)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.host_arrays import own_int64
-from kvcanary.recorder.engines.sglang.forward import MODES, draft_steps, draft_tree, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang.forward import MODES, draft_steps, forward_input, prefix_and_extend
+from kvcanary.recorder.engines.sglang.trees import draft_tree
 
 
 def batch(mode: str, **fields: Any) -> Any:

@@ -302,14 +302,7 @@ def ended(folder: Path) -> bool:
 
 
 def test_of_a_draft_tree_only_what_it_fills_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = ModelRunner.__init__
-
-    def with_tree(self: ModelRunner) -> None:
-        init(self)
-        vars(self.server_args).update(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=10)
-
-    monkeypatch.setattr(ModelRunner, "__init__", with_tree)
-    monkeypatch.setattr(fake_engine, "DECODE", SimpleNamespace(name="TARGET_VERIFY"))
+    fake_engine.drafts_in_trees(monkeypatch)
     record(monkeypatch, tmp_path)
     header, told = events(tmp_path)
     reason = "drafts are trees: speculative_ngram_max_bfs_breadth is 10, expected 1; nothing is known of what they fill"

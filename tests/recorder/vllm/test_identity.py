@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.capture.privacy import IdentityValue
-from kvcanary.recorder.engines.vllm.identity import Identities, chosen_identity, weights_hash
+from kvcanary.recorder.capture.privacy import IdentityValue, chosen_identity
+from kvcanary.recorder.engines.vllm.identity import Identities, weights_hash
 from kvcanary.recorder.engines.vllm.step import VllmRequests
 
 
@@ -128,6 +127,6 @@ def test_tokens_that_layers_compute_with_anothers_adapter_are_said(engine: Any) 
     engine.identities.begin(running[0], None)  # of which nobody has said what it is to be computed with
     engine.runner._set_active_loras((), (2, 2, 0, 2), loras, None)
     assert not look(running, [2, 1, 1])
-    given = chosen_identity([IdentityValue(*plain), IdentityValue(*without)], np.array([0, 2]))
+    given = chosen_identity([IdentityValue(*plain), IdentityValue(*without)], [0, 2])
     assert [tuple(one) for one in given] == [("adapter", "", 1, 1)]
     assert not engine.faults

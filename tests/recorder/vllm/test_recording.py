@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.host_arrays import gather_kv
+from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.common.requests import request_id_of
 from kvcanary.recorder.engines.vllm.hooks import GPU_WORKER, hook_module
 from kvcanary.recorder.engines.vllm.kv import (
@@ -24,6 +25,7 @@ from kvcanary.recorder.engines.vllm.kv import (
 from kvcanary.recorder.engines.vllm.layout import VllmLayout
 from kvcanary.recorder.engines.vllm.logprobs import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.trace.header import StatePool
 from kvcanary.recorder.trace.reader import read_trace
 
 from ...support.one_trace import events, verdict
@@ -280,6 +282,10 @@ def test_blocks_that_are_copied_for_a_hit_inside_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     done: list[int] = []
+    states: list[tuple[str, int, list[int], list[int]]] = []
+
+    def changed(_: Any, change: str, *, pool: int, slots: Any, sources: Any) -> None:
+        states.append((change, pool, slots.tolist(), sources.tolist()))
 
     def copy_on_write(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
         if done or len(output.num_scheduled_tokens) < 3 or set(output.num_scheduled_tokens.values()) != {1}:
@@ -289,11 +295,16 @@ def test_blocks_that_are_copied_for_a_hit_inside_one(
         runner.kv[target] = runner.kv[state.blocks[0][0]]
         copy = SimpleNamespace(src_block_id=state.blocks[0][0], dst_block_id=target)
         output.kv_cache_block_copies = [copy] if told else None
+        attachment.recordings[runner].layout.states.pools.append(StatePool(name="mamba", num_slots=target + 1))
+        expected.append(("copy", 0, [target], [state.blocks[0][0]]))
         state.blocks[0][0] = target
 
-    hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
+    expected: list[tuple[str, int, list[int], list[int]]] = []
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path, history="off"))
+    monkeypatch.setattr(Recorder, "state_changed", changed)
     serve(each_step=copy_on_write)
     assert done
+    assert states == (expected if told else []), "the states in the blocks are copied, too"
     assert verdict(tmp_path).verdict.value == ("clean" if told else "corrupt")
     _, events_told = events(tmp_path)
     assert ("kv_copy" in {event.kind for event in events_told}) == told

@@ -76,18 +76,23 @@ def test_what_a_request_is_later_does_not_change_what_it_wrote(tmp_path: Path) -
     assert scene(tmp_path / "b.arrow", old, old, again=True).judge("identity") == []
 
 
+def found_by_all(folder: Path) -> list[str]:
+    """Return the kinds of what each way of replaying finds, which is the same."""
+    found = []
+    for executor in ("stepwise", "interval"):
+        report = folder / executor
+        report.mkdir()
+        replay(folder / "t.arrow", settings=ReplaySettings(checks=CHECK_NAMES, executor=executor), report=report)
+        found.append(pq.read_table(report / "findings.parquet").to_pylist())
+    assert found[0] == found[1]
+    return [row["kind"] for row in found[0]]
+
+
 @pytest.mark.usefixtures("pass_from_the_start")
 @pytest.mark.parametrize("differ", [True, False])
 def test_every_way_of_replaying_finds_it(tmp_path: Path, differ: bool) -> None:
     scene(tmp_path / "t.arrow", value(adapter="a"), value(adapter="b" if differ else "a")).recorder.close()
-    found = []
-    for executor in ("stepwise", "interval"):
-        folder = tmp_path / executor
-        folder.mkdir()
-        replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=CHECK_NAMES, executor=executor), report=folder)
-        found.append(pq.read_table(folder / "findings.parquet").to_pylist())
-    assert found[0] == found[1]
-    assert [row["kind"] for row in found[0]] == ["identity"] * differ
+    assert found_by_all(tmp_path) == ["identity"] * differ
 
 
 def test_names_are_kept_private_and_told_apart(tmp_path: Path) -> None:
@@ -136,14 +141,7 @@ def test_a_request_that_is_computed_with_anothers_adapter_is_found(tmp_path: Pat
 @pytest.mark.usefixtures("pass_from_the_start")
 def test_every_way_of_replaying_finds_what_was_computed_otherwise(tmp_path: Path) -> None:
     computed(tmp_path / "t.arrow", "own", "own", "a", "own").recorder.close()
-    found = []
-    for executor in ("stepwise", "interval"):
-        folder = tmp_path / executor
-        folder.mkdir()
-        replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=CHECK_NAMES, executor=executor), report=folder)
-        found.append(pq.read_table(folder / "findings.parquet").to_pylist())
-    assert found[0] == found[1]
-    assert [row["kind"] for row in found[0]] == ["computed_otherwise"]
+    assert found_by_all(tmp_path) == ["computed_otherwise"]
 
 
 @pytest.mark.parametrize("request_number", [-1, 2, 1 << 40])
