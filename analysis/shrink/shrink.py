@@ -25,8 +25,9 @@ from .renaming import Names, renamed
 from .search import Search
 
 _LAST: Final = 1 << 62  # an event behind all others
-# Seen by how far equal tokens' KV bytes differ, and a shrunk trace holds digests of these.
+# Seen by how far equal tokens' KV bytes differ, and a shrunk trace holds digests of these; unless the layers' adapters tell it.
 _OF_VALUES: Final = "computed_with_other_weights"
+_TOLD: Final = "computed_otherwise"
 
 
 class NothingToShrinkError(AnalysisError):
@@ -84,7 +85,7 @@ def shrink(
         raise AnalysisError(f"{paths[0]}: {has}; kvcanary-replay lists them")
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(whole, incident - 1, Path(folder))
-        if judge.wanted["kind"] == _OF_VALUES:
+        if judge.wanted["kind"] == _OF_VALUES and _TOLD not in judge.wanted["seen_by"]:
             raise NothingToShrinkError(
                 f"{paths[0]}: only the values of KV bytes show the incident, and a shrunk trace has digests of them: attach the "
                 "recording itself, which holds tokens, or the requests that bring it (kvcanary shrink WORKLOAD --run)"

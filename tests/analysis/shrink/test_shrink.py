@@ -80,6 +80,14 @@ def test_what_is_known_of_layers_behind_the_first_stays(fault, tmp_path):
         assert layers[0] == layers[1] and whole["kind"] == part["kind"]
 
 
+def test_who_was_computed_with_anothers_adapter_needs_no_bytes(tmp_path):
+    trace = DATA / "corpus" / "vllm-adapters_in_another_order_than_the_tokens.arrow"
+    found = shrink([trace], tmp_path / "small.arrow", seconds=5)
+    assert found.incident["kind"] == "computed_with_other_weights"
+    summary = replay(tmp_path / "small.arrow", settings=ReplaySettings(), report=None)
+    assert (summary.findings_by_kind, summary.requests) == ({"computed_otherwise": 1}, 1)
+
+
 def test_interrupted_it_keeps_the_smallest_so_far(tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
