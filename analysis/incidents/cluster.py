@@ -196,6 +196,11 @@ class Cluster:
         return self.facts.header is not None and self.facts.header.slot_history == "complete"
 
     @property
+    def allocations_told(self) -> bool:
+        """Whether it promises to have all that the allocators give out and take back."""
+        return self.facts.header is not None and bool(self.facts.header.slot_history)
+
+    @property
     def groups(self) -> tuple[PoolGroup, ...]:
         """The header's pool groups; none without a trace."""
         return self.facts.header.groups if self.facts.header is not None else ()

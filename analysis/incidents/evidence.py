@@ -139,7 +139,9 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
         if mine and held in (Held.EVICTED, Held.GAVE_UP, Held.FREED) and wrote < fact.event and not again:
             continue  # given anew while it ran, for another position: what it wrote there before is lost all the same
         if fact.what == "alloc":
-            twice = holds and not again if mine and holder == sign.request_id else cluster.complete and holder != -1
+            twice = (
+                holds and not again if mine and holder == sign.request_id else cluster.allocations_told and holder != -1
+            )
             held = (Held.TWICE if twice else Held.OWN) if mine else Held.GIVEN_ANEW if holds else held
             holder = fact.request_id
         elif fact.what == "shared" and mine:

@@ -79,6 +79,7 @@ class Settings(NamedTuple):
 
     start: int  # index of the first event to take
     stop: int  # index behind the last
+    allocations: int  # whether the trace has all that allocators give out and take back
     complete: int  # whether the trace has every event of every slot
     from_start: int  # whether slots that no event has named are free
     has_truth: int

@@ -43,11 +43,13 @@ def value_of(book: In64x2, request: int) -> int:
 @primitive(inlined=True)
 def leaves(ledger: In64x2, slot: int, event: Event, settings: Settings) -> int:
     """Say whether a slot is given back by who may; 0 or 1."""
-    if settings.complete == 0:
+    if settings.allocations == 0:
         return 1
     state = ledger[slot, STATE]
     if is_free(ledger, slot, settings.from_start) == 1:
         return 0
+    if settings.complete == 0:
+        return 1
     if event.kind == EVICT_EVENT:
         return 0 if state in (HELD, SHARED) else 1
     if event.request >= 0 and (state == CACHED or (state == HELD and ledger[slot, OWNER] != event.request)):
@@ -68,8 +70,11 @@ def run_ordinary(group: GroupState, start: int, count: int, event: Event, settin
             return 0
         ledger[slot, STAMP] = serial
         if event.kind == ALLOC_EVENT:
-            if event.status == FRESH_ALLOC and complete != 0 and (ledger[slot, STATE] >= HELD or moving[slot] != 0):
-                return 0
+            if event.status == FRESH_ALLOC:
+                if settings.allocations != 0 and ledger[slot, STATE] >= HELD:
+                    return 0
+                if complete != 0 and moving[slot] != 0:
+                    return 0
             if event.status != FRESH_ALLOC and complete != 0 and is_free(ledger, slot, settings.from_start) == 1:
                 return 0
         elif moving[slot] != 0 or leaves(ledger, slot, event, settings) == 0:

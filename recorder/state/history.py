@@ -14,6 +14,7 @@ from ...kernels.replay_pass.ledger import note_writes_loops
 from ..trace.batch import TraceBatch
 from ..trace.header import TraceHeader
 from ..trace.reader import EventView
+from ..trace.schema import SLOT_HISTORIES, SlotHistoryTold
 from .events import CopyEvent, KnownEvent, SampleEvent, SlotEvent, StatusEvent, TransferEvent, read_known_event
 from .forward import BatchTokens, Forward, UnusableEventError, batch_tokens, read_forward
 from .ledger import DroppedSlots, SlotLedger
@@ -225,7 +226,7 @@ class LastSamples:
 class SlotHistory:
     """Who holds which slot and row, as far as it was recorded.
 
-    `complete`: the trace promises to report every slot; `known`: the event being read, None for one that says nothing about
+    `complete`: the trace promises to report every slot, `tells` asks for less; `known`: the event being read, None for one that says nothing about
     slots; `last_forward`: the last forward's number, -1 before the first; `had_gap`: something was lost; `ended`: the requests
     that are gone, with the event that said so; `samples`: what was sampled last for each row; `fed_since`: the forwards behind
     the one whose samples the event reports; `dropped`: what requests still held when it left their rows, moved on by who judges.
@@ -233,7 +234,8 @@ class SlotHistory:
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:
         self.backend = backend
-        self.complete = header.slot_history == "complete"
+        self._told = SLOT_HISTORIES.index(header.slot_history)
+        self.complete = self.tells("complete")
         self.ledger = SlotLedger(header.groups, complete=self.complete)
         self.rows = RowOwners(header)
         self.samples = LastSamples(header)
@@ -245,6 +247,10 @@ class SlotHistory:
         self.had_gap = False
         self.ended: dict[int, int] = {}
         self._groups = header.groups
+
+    def tells(self, told: SlotHistoryTold) -> bool:
+        """Say whether the trace promises at least so much."""
+        return self._told >= SLOT_HISTORIES.index(told)
 
     def open(self, view: EventView) -> None:
         """Read an event and the samples that it reports; raise `UnusableEventError` where it contradicts itself or the pools."""

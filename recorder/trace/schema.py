@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 9
+FORMAT_MINOR: Final = 10
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -192,9 +192,11 @@ PULLED: Final = "held ready"  # the note of a send of which the other side takes
 
 SUBMITTED: Final = "submitted"  # the origin of a stream's bytes: what the model hands to the cache
 
-# What a header may promise of the history of slots: nothing, or that every alloc, free, evict, hand-over to the prefix
-# cache and request status is recorded.
-SLOT_HISTORIES: Final = ("", "complete")
+# What a header may promise of the history of slots: nothing; that everything is recorded which an allocator gives out and
+# takes back, but not who shares it and what the prefix cache holds; or that every alloc, free, evict, hand-over to the prefix
+# cache and request status is.
+SlotHistoryTold = Literal["", "allocator", "complete"]
+SLOT_HISTORIES: Final = get_args(SlotHistoryTold)
 ROLES: Final = ("", "prefill", "decode")
 # What a recording may leave unwatched: layers of a group, bytes of a slot, a whole pool, a runner's forwards (drafts),
 # steps inside a CUDA graph, slots filled from outside, requests, what a runner's model hands to the cache, or anything else.

@@ -47,7 +47,7 @@ class SlotDoubleAllocated(SlotEventCheck):
     finds = "the allocator gave out a slot that somebody holds"
     covered = Covered.COMPILED
     events = frozenset({"alloc"})
-    needs_complete = True
+    needs = "allocator"
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         if event.status:
@@ -72,7 +72,7 @@ class FreeSlotShared(SlotEventCheck):
     finds = "a request joined a slot that nobody holds, or handed it to the prefix cache"
     covered = Covered.COMPILED
     events = frozenset({"alloc"})
-    needs_complete = True
+    needs = "complete"
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         if event.status in _JOINS:
@@ -87,7 +87,7 @@ class SlotFreedTwice(SlotEventCheck):
     finds = "a slot that is free was given back again"
     covered = Covered.COMPILED
     events = frozenset({"free", "evict"})
-    needs_complete = True
+    needs = "allocator"
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         yield from _of_free(self, event, part, f"is given back ({event.note or event.kind}) though it is free")
@@ -108,7 +108,7 @@ class ForeignSlotFreed(SlotEventCheck):
     finds = "a request gave back a slot that it does not hold"
     covered = Covered.COMPILED
     events = frozenset({"free", "evict"})
-    needs_complete = True
+    needs = "complete"
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
         state, owner = part.column(STATE), part.column(OWNER)
@@ -142,7 +142,7 @@ class SlotLeaked(HistoryCheck):
     finds = "a request is gone, or its row has moved on, and still holds a slot"
     covered = Covered.COMPILED
     events = frozenset({"status"})
-    needs_complete = True
+    needs = "complete"
 
     def event(self, view: EventView) -> Iterator[Finding]:
         event = self.history.known
@@ -214,7 +214,7 @@ class TransferNotHeld(HistoryCheck):
     finds = "a transfer reads or fills slots that its request does not hold"
     covered = Covered.COMPILED
     events = frozenset({"transfer"})
-    needs_complete = True
+    needs = "complete"
 
     def event(self, view: EventView) -> Iterator[Finding]:
         event, history = self.history.known, self.history

@@ -17,6 +17,7 @@ from ...recorder.state.ledger import TIMELESS
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView
+from ...recorder.trace.schema import SlotHistoryTold
 from ..report.findings import NO_CAUSE, Cause, Finding, counted, evidence, forward_finding, of_request
 from .history import ForwardView, GroupReads, History, Judged, NamedSlots
 
@@ -83,7 +84,8 @@ class HistoryCheck:
 
     `kind` is the kind of its findings and its name, `finds` what a finding says, in a sentence; `covered` says by which faster
     ways of replaying it finds the same, every forward is stepped if it does not say; `events` are the kinds of event, beside
-    forwards, that `event` looks at; with `needs_complete` it is silent unless the trace promises to report every slot. What
+    forwards, that `event` looks at; it is silent unless
+    the trace promises at least as much of the slots' history as `needs`. What
     it finds is a list or a generator, taken to its end before anything else happens.
     """
 
@@ -91,7 +93,7 @@ class HistoryCheck:
     finds: ClassVar[str] = ""
     covered: ClassVar[Covered] = Covered.NOTHING
     events: ClassVar[frozenset[str]] = frozenset()
-    needs_complete: ClassVar[bool] = False
+    needs: ClassVar[SlotHistoryTold] = ""
 
     @classmethod
     def concerns(cls, header: TraceHeader) -> bool:  # noqa: ARG003  # for those that override it
@@ -337,7 +339,7 @@ class CheckSet(HistoryCheck):
 
     def __init__(self, history: History, checks: Sequence[type[HistoryCheck]]) -> None:
         super().__init__(history)
-        self.checks = [check(history) for check in checks if history.complete or not check.needs_complete]
+        self.checks = [check(history) for check in checks if history.tells(check.needs)]
         self._of_forwards = [check for check in self.checks if type(check).forward is not HistoryCheck.forward]
         kinds = {kind for check in self.checks for kind in check.events}
         self._of_events = {kind: [check for check in self.checks if kind in check.events] for kind in kinds}

@@ -141,7 +141,7 @@ class History(SlotHistory):
         super().open(view)
         self.named = []
         self._transfers = self._transfers or isinstance(self.known, TransferEvent)
-        if (self.complete or self._transfers) and isinstance(self.known, SlotEvent | TransferEvent):
+        if (self.tells("allocator") or self._transfers) and isinstance(self.known, SlotEvent | TransferEvent):
             rows, transfers = self.ledger.rows, self.ledger.transfers
             self.named = [
                 NamedSlots(p.group, p.slots, p.repeated, rows[p.group], transfers[p.group]) for p in self.known.parts

@@ -57,7 +57,7 @@ class ReadOfForeignSlot(LedgerCheck):
     kind = "read_of_foreign_slot"
     finds = "a forward reads a slot that is another request's, or was given out anew while it read it"
     covered = Covered.COMPILED
-    needs_complete = True
+    needs = "complete"
     reads = ledger.READ_FOREIGN | ledger.READ_RECYCLED
 
     def _explain(self, access: Access) -> Explained:

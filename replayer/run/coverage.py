@@ -40,6 +40,12 @@ NOT_SAID: Final = "not said by this recording"
 _SAYS_ALL: Final = 3  # the minor version since which a header says what is not watched
 _PARTIAL_BYTES: Final = 16  # of a slot, that `--kv-hash partial` compares
 _MOST_NAMED: Final = 8
+# By what the header promises of the slots' history.
+_NOT_TOLD: Final = {
+    "": "who held a slot (no slot history)",
+    "allocator": "who shares a slot, and what the prefix cache holds",
+    "complete": "",
+}
 _ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
 # One of many.
 _NAMED: Final = frozenset(
@@ -222,13 +228,12 @@ def coverage(
         words, columns = f"{', '.join(runner.derived)} (derived)" if runner.derived else "", len(INT_LISTS)
         rows.append(Watched("columns", name, columns - len(runner.derived), columns, words=words))
     tokens, unknown = (int(figures[:, figure].sum()) for figure in (_TOKENS, _UNKNOWN))
-    told = header.slot_history == "complete"
     return [
         *rows,
         _known("slots_read", entries_read, unknown_entries, "slots read: nobody knows what they must hold"),
         _known("tokens", tokens, unknown, "input tokens, which are unknown"),
         _ranks(header),
-        Watched("slot_history", "", int(told), 1, words="" if told else "who held a slot (no slot history)"),
+        Watched("slot_history", "", int(header.slot_history == "complete"), 1, words=_NOT_TOLD[header.slot_history]),
         _checks(settings["checks"]),
         _AFTERWARDS,
     ]

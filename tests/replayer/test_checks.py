@@ -106,8 +106,9 @@ def test_every_check_is_named_after_its_finding_and_says_what_it_holds() -> None
 
 def test_checks_that_need_the_promise_are_silent_without_it_on_the_page() -> None:
     rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    silent = {row[1].strip(" `") for row in rows if row[-2].strip() == "silent"}
-    assert silent == {name for name, check in CHECKS.items() if check.needs_complete}
+    without = {row[1].strip(" `"): row[-2].strip() for row in rows}
+    for words, needs in (("silent", "complete"), ("the same with `allocator`, else silent", "allocator")):
+        assert {n for n, said in without.items() if said == words} == {n for n, c in CHECKS.items() if c.needs == needs}
 
 
 def test_every_cause_is_known_and_documented() -> None:

@@ -18,9 +18,23 @@ def double_free(cluster: Cluster) -> Diagnosis | None:
     score = 0.93 if sign.event == cluster.first.event else 0.5
     score -= 0.15 if cluster.is_sliding(sign) else 0
     score -= 0 if sign.request_id >= 0 else 0.1
-    who = sign.reader if sign.request_id >= 0 else "the prefix cache"
+    if freed_under_the_cache(cluster, sign) is not None:
+        score = REMAINS
+    who = sign.reader if sign.request_id >= 0 else "the prefix cache" if cluster.complete else "somebody"
     said = f"{who} gave back {sign.place} after {sign.when}: it {sign.detail}"
     return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
+
+
+def freed_under_the_cache(cluster: Cluster, again: Sign) -> Fact | None:
+    """Return what gave back a slot that the prefix cache evicted afterwards, where a trace does not say what the cache has."""
+    last = [fact for fact in cluster.history(again) if fact.what in ("free", "evict")]
+    if cluster.complete or len(last) < 2 or last[-1].what != "evict" or last[-2].what != "free":
+        return None
+    return (
+        last[-2]
+        if not any(fact.what == "alloc" and fact.event > last[-2].event for fact in cluster.history(again))
+        else None
+    )
 
 
 @rule("a held page was given out", branch="allocation")
@@ -119,7 +133,14 @@ def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     """Pages are inserted in the prefix cache and then freed, by a request that no longer owns them. (S#38319)"""
     sign = cluster.finding("foreign_slot_freed")
     if sign is None or sign.request_id < 0:
-        return None
+        again = cluster.finding("slot_freed_twice")
+        freed = freed_under_the_cache(cluster, again) if again is not None else None
+        if again is None or freed is None:
+            return None
+        said = f"{again.place} was given back in event {freed.event}, nobody says by whom, while the prefix cache had it, which evicted "
+        return cluster.diagnosis(
+            0.85, said + f"it after {again.when}", again, freed.event, again.event, cause=freed.event
+        )
     left = cluster.facts.status_after(sign.request_id, sign.event)
     score = 0.93 if sign.cause == "held_by_cache" else 0.45
     score -= 0.2 if cluster.has_trace and (left is None or left.status == "admitted") else 0

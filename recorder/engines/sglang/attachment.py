@@ -28,7 +28,6 @@ from ..common.injecting import Injector, Undo, check_injector, injector_of, put_
 from ..common.outermost import OutermostCalls
 from ..common.stopping import stop_tree
 from .forward import mode_of, prefix_and_extend
-from .history import knows_allocator
 from .hooks import not_applied, register_drafts
 from .host_cache import HostCache
 from .inside import InsideModels
@@ -138,24 +137,19 @@ class SglangAttachment(EngineAttachment):
     def _start(self, scheduler: Any, *, late: bool) -> None:
         runners = [runner for runner in self._runners if getattr(runner, "token_to_kv_pool", None) is not None]
         runners.sort(key=lambda runner: bool(runner.is_draft_worker))
-        allocator = scheduler.token_to_kv_pool_allocator
-        history, notes = knows_allocator(allocator) and self._settings.history != "off", self.notes
-        if not history:
-            kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
-            notes = [*notes, f"allocations and frees of slots are not recorded{kind}"]
         if any(runner.is_draft_worker for runner in runners) and not self._drafts_hooked:
             self._drafts_hooked = True
             self.not_watched += register_drafts(self)
         settings, missing = self._settings, (*self.not_watched, *not_applied())
         looked_at = self._inside, self._layers
         begins = functools.partial(sampled_header, settings=settings, windows=self.windows, late=late)
-        recording = SglangRecording(scheduler, runners, settings, tuple(notes), missing, *looked_at, begins)
+        recording = SglangRecording(scheduler, runners, settings, tuple(self.notes), missing, *looked_at, begins)
         with beginning(recording.recorder), self._wraps:
             if late:
                 recording.recorder.begins_late()
             if self.windows is not None:
                 self.windows.begun(recording.recorder)
-            self._follow(scheduler, recording, allocator if history else None)
+            self._follow(scheduler, recording)
             if recording.recorder.header.sampler is not None:
                 sampler = recording.recorder.header.sampler
                 self.oracle = SglangOracle(sampler, recording.target, recording.requests, recording.recorder)
@@ -163,16 +157,16 @@ class SglangAttachment(EngineAttachment):
         self.recording = recording
         check_injector(recording.recorder, self._settings.inject)
 
-    def _follow(self, scheduler: Any, recording: SglangRecording, allocator: Any) -> None:
-        """Hook what the scheduler's parts do; with an allocator, which slots it gives out."""
+    def _follow(self, scheduler: Any, recording: SglangRecording) -> None:
+        """Hook what the scheduler's parts do."""
         if recording.sweep.walks:
             self._wrap(recording.target, "forward", recording.sweep.on_forward)
         self._wrap(recording.target.req_to_token_pool, "alloc", recording.on_rows)
         self._wrap(recording.target.req_to_token_pool, "free", recording.on_row_free)
         for name, hook in (recording.states.hooks() if recording.states is not None else {}).items():
             self._wrap(recording.target.req_to_token_pool.mamba_pool, name, hook, "states")
-        if allocator is not None:
-            recording.keep_history(allocator)
+        if recording.recorder.header.slot_history:
+            recording.keep_history(scheduler.token_to_kv_pool_allocator)
             for history in recording.histories:
                 live = self._is_live("history")
                 calls = OutermostCalls(self._history_fault, live, self.cost)

@@ -1,12 +1,14 @@
 """Which slots SGLang's allocators give out and take back, in the trace's words; and what the prefix cache holds of them.
 
 An allocator does not know for whom it allocates, and the versions differ in who asks it. So a slot that was given out
-is recorded when a forward first writes it, for the request that writes it, with the rest of its page; a free is recorded
-when it is asked for, even if the engine puts it off to the end of its step.
+is recorded when a forward first writes it, for the request that writes it, with the rest of its page: as often as it was
+given out, each time for another request. A free is recorded when it is asked for, even if the engine puts it off to the end
+of its step.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +18,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
+from ...trace.header import TraceHeader
 from ...trace.schema import SlotChange
 from ..common.hooking import Around, Finish, Hook, beside
 from ..common.outermost import OutermostCalls
@@ -52,7 +55,9 @@ class GroupHistory:
         self._with_given: Callable[..., None] = _read_now if device is None else device.with_next_forward
         # Bound once: each step would make them anew otherwise.
         self._note_given = self._given
-        self._pending: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._pending: npt.NDArray[np.uint8] = np.zeros(
+            num_slots, np.uint8
+        )  # how often each was given out, not recorded yet
         self._free: list[Int64Array] = []  # slots that are free where the engine flushes its cache
         self._calls: OutermostCalls | None = None
 
@@ -89,8 +94,8 @@ class GroupHistory:
 
     def _given(self, slots: Int64Array) -> None:
         if self.page_size > 1:  # further tokens of a page were given out with its first
-            slots = self._whole_pages(slots[slots % self.page_size == 0])
-        self._pending[self._of_pool(slots)] = True
+            slots = (slots[slots % self.page_size == 0][:, None] + np.arange(self.page_size)).reshape(-1)
+        np.add.at(self._pending, self._of_pool(slots), 1)
 
     def _on_free(self, freed: Any, *_args: Any, scale: int = 1, **_kwargs: Any) -> Finish:
         if not self._inside and len(freed):
@@ -140,13 +145,13 @@ class GroupHistory:
             return
         requests = np.repeat(np.arange(rows.size), np.where(rows == 0, 0, extend))[: inside.size]
         inside = inside[: requests.size]
-        mine = self._pending[inside]
-        pages, first = np.unique(inside[mine] // self.page_size, return_index=True)
+        mine = self._pending[inside] > 0
+        pages, owners, place = _writers(inside[mine] // self.page_size, requests[mine])
         given = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
-        owners = np.repeat(requests[mine][first], self.page_size)
-        fresh = self._pending[given]
+        owners, place = np.repeat(owners, self.page_size), np.repeat(place, self.page_size)
+        fresh = place < self._pending[given]
         given, owners = given[fresh], owners[fresh]
-        self._pending[given] = False
+        np.subtract.at(self._pending, given, 1)
         order = np.argsort(owners, kind="stable")
         self._recorder.allocations(self.groups, given[order], owners[order], request_ids=request_ids, rows=rows)
 
@@ -159,10 +164,26 @@ class GroupHistory:
 
     def given_out(self, slots: Int64Array, note: str) -> None:
         """Record those of the pool's slots that were given out and not recorded yet: nobody's."""
-        fresh = slots[self._pending[slots]]
-        self._pending[fresh] = False
-        for group in self.groups if fresh.size else ():
-            self._recorder.slots("alloc", group=group, slots=fresh, note=note)
+        while (fresh := slots[self._pending[slots] > 0]).size:
+            self._pending[fresh] -= 1
+            for group in self.groups:
+                self._recorder.slots("alloc", group=group, slots=fresh, note=note)
+
+
+def _writers(pages: Int64Array, requests: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return each pair of page and request once, and how many requests have written that page before: all `[n] int64`.
+
+    `pages` and `requests` are those of tokens `[T]`, the requests ascending.
+    """
+    order = np.argsort(pages, kind="stable")
+    pages, requests = pages[order], requests[order]
+    begins = np.ones(pages.size, np.bool_)
+    begins[1:] = pages[1:] != pages[:-1]
+    new = begins.copy()
+    new[1:] |= requests[1:] != requests[:-1]
+    pages, requests, begins = pages[new], requests[new], begins[new]
+    at = np.arange(pages.size)
+    return pages, requests, at - np.maximum.accumulate(np.where(begins, at, 0))
 
 
 def _read_now(record: Callable[..., None], slots: Any, *args: Any) -> None:
@@ -181,6 +202,15 @@ def allocators_of(allocator: Any) -> list[tuple[str, Any]]:
 def knows_allocator(allocator: Any) -> bool:
     """Say whether what an allocator, and those that it is made of, give out are slots of tokens: by their very classes."""
     return {type(part).__name__ for part in (allocator, *(part for _, part in allocators_of(allocator)))} <= ALLOCATORS
+
+
+def promised(header: TraceHeader, allocator: Any, *, wanted: bool) -> TraceHeader:
+    """Return a header that says what is recorded of an allocator's slots."""
+    known = knows_allocator(allocator)
+    if known and wanted:
+        return replace(header, slot_history="allocator")
+    kind = "" if known else f", {type(allocator).__name__} is not known"
+    return replace(header, notes=(*header.notes, f"allocations and frees of slots are not recorded{kind}"))
 
 
 class RadixCacheWalk:

@@ -20,7 +20,7 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
 from ..common.injecting import recorder_class
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
-from .history import GroupHistory, RadixCacheWalk, allocators_of
+from .history import GroupHistory, RadixCacheWalk, allocators_of, promised
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
@@ -56,6 +56,7 @@ class SglangRecording:
             raise ValueError("this process has no target model runner")
         self.layout = SglangLayout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
+        header = promised(header, scheduler.token_to_kv_pool_allocator, wanted=settings.history != "off")
         self._tree = draft_tree(self.target.server_args)
         if self._tree:
             not_watched += (

@@ -171,6 +171,7 @@ class CompiledPass:
         settings = Settings(
             start=at,
             stop=stop,
+            allocations=history.tells("allocator"),
             complete=history.complete,
             from_start=history.ledger.from_start,
             has_truth=header.truth_table is not None,

@@ -76,6 +76,26 @@ def test_a_page_is_told_whole_and_once() -> None:
     ]
 
 
+def test_a_page_that_is_given_out_twice_is_told_for_each_who_writes_it() -> None:
+    told = Told()
+    allocator, kept = history(4, told)
+    allocator.free_pages = torch.tensor([1, 1, 1])
+    assert allocator.alloc(8).tolist() == [4, 5, 6, 7, 4, 5, 6, 7]
+    write(kept, [4, 4, 5], [1, 2], [1, 2], [7, 8])
+    allocator.alloc(4)
+    write(kept, [6, 6], [1, 1], [2, 1], [8, 7])
+    assert [call[2:4] for call in told.calls] == [([4, 5, 6, 7], who) for who in (7, 8, 8)]
+
+
+def test_a_slot_that_is_given_out_twice_and_never_written_is_told_twice_when_it_comes_back() -> None:
+    told = Told()
+    allocator, _ = history(1, told)
+    allocator.free_pages = torch.tensor([3, 3])
+    freed = allocator.alloc(2)
+    allocator.free(freed[:1])
+    assert [call[0] for call in told.calls] == ["alloc", "alloc", "free"]
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_frees_that_the_engine_puts_off_are_told_once(page_size: int) -> None:
     told = Told()

@@ -11,6 +11,7 @@ from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.capture.recurrent import StateAccess
 from kvcanary.recorder.trace.header import PoolGroup, Runner, StatePool, StateTable, TraceHeader
+from kvcanary.recorder.trace.schema import SlotHistoryTold
 from kvcanary.replayer.report.summary import Summary
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
@@ -36,7 +37,7 @@ class Scene:
         self,
         path: Path,
         *,
-        complete: bool = True,
+        told: SlotHistoryTold = "complete",
         window: int = 0,
         draft: bool = False,
         states: bool = False,
@@ -55,7 +56,7 @@ class Scene:
             lut_lens=(SLOTS,) if window else (),
             truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
             runners=(Runner(), Runner(name="draft", token_offset=1)) if draft else (Runner(),),
-            slot_history="complete" if complete else "",
+            slot_history=told,
             states=(StatePool(name="mamba", num_slots=ROWS, hashed_bytes=8, padding_slots=padding_states),)
             if states
             else (),

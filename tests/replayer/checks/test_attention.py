@@ -79,7 +79,7 @@ def test_a_slot_that_the_forward_itself_writes_is_held_too(scene: Scene) -> None
 
 
 def test_sliding_slots_are_held_through_their_table(make_scene) -> None:
-    scene = make_scene(window=4, complete=False)
+    scene = make_scene(window=4, told="")
     scene.lut[[3, 4, 5, 6]] = [23, 24, 25, 26]
     scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5)))
     full, swa = _read([3, 4, 5, 6]), _read([23, 24, 33, 26])
@@ -97,7 +97,7 @@ def test_after_a_gap_unknown_entries_are_not_judged(scene: Scene) -> None:
 
 def test_the_compiled_pass_finds_the_same(tmp_path: Path, make_scene) -> None:
     """A long trace, so that the pass is tried; every 97th forward got something wrong."""
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
     for number in range(1300):
         seq_len, slot = 3, 3

@@ -10,7 +10,7 @@ from kvcanary.recorder.capture.forward_input import BlockTable, ForwardInput, Tr
 from kvcanary.recorder.capture.reading_order import in_reading_order
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
-from kvcanary.recorder.trace.schema import TIER_HOST
+from kvcanary.recorder.trace.schema import SLOT_HISTORIES, TIER_HOST
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from .scene import Part, Scene, decode, told
@@ -118,14 +118,14 @@ def test_writes_to_what_is_free_cached_or_anothers_are_found(scene: Scene) -> No
 
 
 def test_two_requests_that_write_one_slot_are_found_in_any_trace(make_scene) -> None:
-    for complete in (True, False):
-        scene = make_scene(complete=complete)
+    for promised in SLOT_HISTORIES:
+        scene = make_scene(told=promised)
         scene.forward(
             Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=0, slots=(5, 4)), mode="mixed"
         )
         rows = [row for row in scene.judge("write_to_foreign_slot") if "another request of the same" in row["detail"]]
         assert [(row["request_id"], row["slot"], row["position"]) for row in rows] == (
-            [(8, 4, 1)] if not complete else []
+            [(8, 4, 1)] if promised != "complete" else []
         )
     scene = make_scene()
     scene.alloc(8, [5, 4])
@@ -137,9 +137,9 @@ def test_two_requests_that_write_one_slot_are_found_in_any_trace(make_scene) -> 
     assert [(row["request_id"], row["slot"]) for row in rows] == [(7, 4), (8, 4)]
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_two_tokens_of_a_request_in_one_slot_are_found_in_any_trace(make_scene, complete: bool) -> None:
-    scene = make_scene(complete=complete)
+@pytest.mark.parametrize("promised", SLOT_HISTORIES)
+def test_two_tokens_of_a_request_in_one_slot_are_found_in_any_trace(make_scene, promised: str) -> None:
+    scene = make_scene(told=promised)
     scene.alloc(7, [4, 5, 6, 7, 8])
     found = scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5, 6, 7, 8, 8)), padding=(0, 0))
     (row,) = scene.judge("slot_written_twice")
@@ -149,7 +149,7 @@ def test_two_tokens_of_a_request_in_one_slot_are_found_in_any_trace(make_scene, 
 
 def test_a_token_that_went_to_the_padding_slot_is_found_when_it_is_read(make_scene) -> None:
     for lossy in (False, True):
-        scene = make_scene(complete=False)
+        scene = make_scene(told="")
         scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5, 0)))
         if lossy:
             scene.lose()
@@ -181,7 +181,7 @@ def test_padding_that_writes_a_live_slot_is_told_once(scene: Scene) -> None:
 
 
 def test_without_a_promise_padding_is_judged_by_what_the_same_forward_uses(make_scene) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.alloc(7, [3, 4, 5, 6])
     scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), padding=(5,))
     scene.forward(decode(7, 1, 2, 5), mode="decode", padding=(4, 5))
@@ -213,9 +213,9 @@ def test_content_from_before_the_allocation_does_not_count(scene: Scene) -> None
     assert {alloc, found} <= set(json.loads(row["evidence"]))
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_a_hit_in_the_forward_that_is_still_writing_is_found_in_any_trace(make_scene, complete: bool) -> None:
-    scene = make_scene(complete=complete)
+@pytest.mark.parametrize("promised", SLOT_HISTORIES)
+def test_a_hit_in_the_forward_that_is_still_writing_is_found_in_any_trace(make_scene, promised: str) -> None:
+    scene = make_scene(told=promised)
     scene.alloc(7, [3, 4])
     scene.alloc(8, [5])
     scene.alloc(8, [3, 4], "shared")
@@ -247,14 +247,14 @@ def test_a_load_back_is_written_by_its_copy_and_a_failed_one_is_not(make_scene) 
 
 
 def test_without_a_promise_a_slot_given_to_another_with_old_content_is_found(make_scene) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     alloc = scene.alloc(7, [3, 4])
     written = scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
     given = scene.alloc(8, [3])
     found = scene.forward(decode(7, 1, 1, 4))
     assert told(scene.judge("hit_never_written")) == [(1, 7, 3, 1, json.dumps([written, given, found]))]
     assert alloc < written
-    copied = make_scene(complete=False)  # an adapter that tells of a load-back's copy before its allocation
+    copied = make_scene(told="")  # an adapter that tells of a load-back's copy before its allocation
     copied.alloc(7, [3, 4])
     copied.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
     copied.copy(3, 9, 1)

@@ -228,7 +228,7 @@ FAULTS = {
 
 
 def played(act: Callable[[Scene], object], path: Path) -> Scene:
-    scene = Scene(path, complete=False, states=True)
+    scene = Scene(path, told="", states=True)
     for request in (1, 2, 3):
         scene.request(request)
     act(scene)
@@ -300,7 +300,7 @@ def test_a_segment_alone_knows_what_the_slots_hold(act: Callable[[Scene], object
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_what_padding_has_is_nobodys(tmp_path: Path, copied: bool) -> None:
-    scene = Scene(tmp_path / "t.arrow", complete=False, states=True, padding_states=(0,))
+    scene = Scene(tmp_path / "t.arrow", told="", states=True, padding_states=(0,))
     healthy(scene)
     scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=0))  # one that begins reads nothing there
     if copied:

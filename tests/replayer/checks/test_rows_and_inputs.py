@@ -40,7 +40,7 @@ def test_rows_that_nobody_was_told_of_and_rows_given_anew_are_silent(scene: Scen
 
 
 def test_rows_are_forgotten_after_a_gap_and_not_judged_without_a_promise(make_scene) -> None:
-    for options in ({"complete": False}, {}):
+    for options in ({"told": ""}, {}):
         scene = make_scene(**options)
         scene.start(7, 1, [3])
         scene.status(8, "admitted", 1)
@@ -92,7 +92,7 @@ def test_starting_over_drafting_and_another_request_are_no_way_back(make_scene) 
 
 def test_without_a_promise_only_forwards_that_sample_tell_a_length(make_scene) -> None:
     for sampled in (True, False):
-        scene = make_scene(complete=False)
+        scene = make_scene(told="")
         scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5)), sampled=([703], [1]))
         scene.forward(Part(request=7, row=1, prefix=0, slots=(6,)), sampled=([701], [1]) if sampled else ([], [0]))
         assert [row["forward"] for row in scene.judge("seq_len_backwards")] == ([1] if sampled else [])
@@ -220,7 +220,7 @@ def test_what_was_sampled_for_a_request_ends_with_it(scene: Scene) -> None:
 
 
 def test_a_row_that_stands_twice_in_a_forward_is_found_in_any_trace(make_scene) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5)))
     once, again = (Part(request=7, row=1, prefix=2, slots=(slot,)) for slot in (6, 7))
     scene.forward(once, again, padding=(0, 0))

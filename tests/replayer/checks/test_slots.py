@@ -190,9 +190,24 @@ def test_a_gap_silences_them_and_an_incomplete_history_too(make_scene) -> None:
     lossy = make_scene()
     play_all_of_them(lossy, gap=True)
     assert lossy.judge(*CHECKS) == []
-    silent = make_scene(complete=False)
+    silent = make_scene(told="")
     play_all_of_them(silent, gap=False)
     assert silent.judge(*CHECKS) == []
+
+
+def test_what_an_allocator_gives_out_and_gets_back_is_judged_where_nothing_else_is_told(make_scene) -> None:
+    scene = make_scene(told="allocator")
+    scene.alloc(7, [3, 4, 5])
+    scene.alloc(7, [4], "cached")
+    scene.free(-1, [5])
+    scene.alloc(8, [5])
+    again = [scene.alloc(8, [3]), scene.free(-1, [4]), scene.free(-1, [4])]
+    scene.status(7, "finished", 1)
+    rows = scene.judge(*CHECKS)
+    assert [(row["kind"], row["event"]) for row in rows] == [
+        ("slot_double_allocated", again[0]),
+        ("slot_freed_twice", again[2]),
+    ]
 
 
 def test_after_a_gap_what_is_told_anew_is_judged_again(scene: Scene) -> None:

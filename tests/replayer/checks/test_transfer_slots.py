@@ -93,7 +93,7 @@ def test_a_gap_silences_them(scene: Scene) -> None:
 
 
 def test_without_the_promise_what_goes_back_to_the_pool_is_found_and_no_more(make_scene) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.alloc(7, [3, 4])
     start = scene.transfer("start", "receive", [3, 4], request=7)
     scene.alloc(8, [3])
@@ -105,7 +105,7 @@ def test_without_the_promise_what_goes_back_to_the_pool_is_found_and_no_more(mak
 
 @pytest.mark.parametrize("since", ["nothing", "written", "loaded"])
 def test_a_slot_whose_load_failed_is_read_without_a_history(make_scene, since: str) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.start(7, 1, [3, 4])
     scene.transfer("end", "receive", [3], request=7)
     failed = scene.transfer("failed", "receive", [3], request=7)
@@ -125,7 +125,7 @@ def test_a_slot_whose_load_failed_is_read_without_a_history(make_scene, since: s
 
 @pytest.mark.parametrize("lost", ["slots that were written since", "everything"])
 def test_a_slot_that_was_filled_since_its_load_failed_may_be_unknown_again(make_scene, lost: str) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.start(7, 1, [3, 4])
     scene.transfer("failed", "receive", [3], request=7)
     if lost == "everything":
@@ -142,7 +142,7 @@ def test_a_slot_that_was_filled_since_its_load_failed_may_be_unknown_again(make_
 
 
 def test_what_another_request_of_the_batch_computes_anew_is_not_what_failed(make_scene) -> None:
-    scene = make_scene(complete=False)
+    scene = make_scene(told="")
     scene.start(7, 1, [3, 4])
     scene.transfer("end", "receive", [3, 4], request=7)
     scene.transfer("failed", "receive", [3, 4], request=7)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kvcanary.recorder.trace.header import KvStream, Oracle, PoolGroup, Runner, StateTable, TraceHeader
+from kvcanary.recorder.trace.schema import SlotHistoryTold
 
 ROWS, WIDTH, SLOTS, HOST = 6, 30, 70, 12
 
@@ -28,7 +29,7 @@ SHAPES = {
 }
 
 
-def header(shape: str, *, complete: bool, truth: bool = True, oracle: bool = False) -> TraceHeader:
+def header(shape: str, *, told: SlotHistoryTold, truth: bool = True, oracle: bool = False) -> TraceHeader:
     """Return the header of a shape of engine."""
     groups, tables, luts = SHAPES[shape]
     return TraceHeader(
@@ -37,7 +38,7 @@ def header(shape: str, *, complete: bool, truth: bool = True, oracle: bool = Fal
         lut_lens=(SLOTS - 4, SLOTS)[:luts],
         truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH - 2) if truth else None,
         runners=(Runner(), Runner(name="draft", token_offset=1)) if DRAFT in groups else (Runner(),),
-        slot_history="complete" if complete else "",
+        slot_history=told,
         oracle=Oracle(vocab_size=5) if oracle else None,
         sweep_interval=8,
     )

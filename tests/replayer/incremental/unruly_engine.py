@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from kvcanary.recorder.trace.event import TraceEvent
+from kvcanary.recorder.trace.schema import SLOT_HISTORIES
 from kvcanary.recorder.writing.writer import TraceWriter
 
 from .asides import Asides, Request
@@ -229,7 +230,7 @@ FUSS = (0.0, 0.05, 0.2, 0.5, 1.0)
 def write(path: Path, seed: int, shape: str) -> float:
     """Write a history; return how much was disturbed."""
     rng = np.random.default_rng([seed, 5])
-    made = header(shape, complete=seed % 2 == 0, truth=rng.random() < 0.85, oracle=rng.random() < 0.2)
+    made = header(shape, told=SLOT_HISTORIES[seed % 3], truth=rng.random() < 0.85, oracle=rng.random() < 0.2)
     fuss = FUSS[int(rng.integers(len(FUSS)))]
     engine = UnrulyEngine(made, seed=seed, fuss=fuss)
     with TraceWriter(path, made) as writer:
