@@ -204,13 +204,16 @@ def knows_allocator(allocator: Any) -> bool:
     return {type(part).__name__ for part in (allocator, *(part for _, part in allocators_of(allocator)))} <= ALLOCATORS
 
 
-def promised(header: TraceHeader, allocator: Any, *, wanted: bool) -> TraceHeader:
-    """Return a header that says what is recorded of an allocator's slots."""
-    known = knows_allocator(allocator)
-    if known and wanted:
-        return replace(header, slot_history="allocator")
-    kind = "" if known else f", {type(allocator).__name__} is not known"
-    return replace(header, notes=(*header.notes, f"allocations and frees of slots are not recorded{kind}"))
+def promised(header: TraceHeader, allocator: Any, server_args: Any, *, followed: bool) -> TraceHeader:
+    """Return a header that says what is recorded of an allocator's slots; `followed`: whether they are at all.
+
+    Up to 0.5.13 drafts take slots and put the free list back as it was: these frees nobody sees.
+    """
+    if not followed:
+        kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"
+        return replace(header, notes=(*header.notes, f"allocations and frees of slots are not recorded{kind}"))
+    restored = hasattr(allocator, "restore_state") and getattr(server_args, "speculative_algorithm", None)
+    return header if restored else replace(header, slot_history="allocator")
 
 
 class RadixCacheWalk:

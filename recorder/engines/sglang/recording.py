@@ -20,7 +20,7 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
 from ..common.injecting import recorder_class
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
-from .history import GroupHistory, RadixCacheWalk, allocators_of, promised
+from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
@@ -56,8 +56,10 @@ class SglangRecording:
             raise ValueError("this process has no target model runner")
         self.layout = SglangLayout(model_runners, settings)
         header = describe_engine(scheduler, self.layout, self.target, settings, notes)
-        header = promised(header, scheduler.token_to_kv_pool_allocator, wanted=settings.history != "off")
-        self._tree = draft_tree(self.target.server_args)
+        allocator, server_args = scheduler.token_to_kv_pool_allocator, self.target.server_args
+        self.follows_slots = knows_allocator(allocator) and settings.history != "off"
+        header = promised(header, allocator, server_args, followed=self.follows_slots)
+        self._tree = draft_tree(server_args)
         if self._tree:
             not_watched += (
                 NotWatched(what="other", name="drafts", reason=f"{self._tree}; nothing is known of what they fill"),

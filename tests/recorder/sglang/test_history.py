@@ -10,7 +10,8 @@ from kvcanary.recorder.engines.common.hooking import (
     wrap_method,
 )
 from kvcanary.recorder.engines.common.outermost import OutermostCalls
-from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk
+from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk, promised
+from kvcanary.recorder.trace.header import TraceHeader
 
 from .fake_engine import TokenToKVPoolAllocator
 
@@ -225,3 +226,15 @@ def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     _, walker = walk(told, monkeypatch, every=0)
     walker.after_forward()
     assert told.calls == []
+
+
+@pytest.mark.parametrize("drafts", [None, "EAGLE"])
+def test_a_free_list_that_drafts_put_back_is_promised_to_nobody(drafts: str | None) -> None:
+    header = TraceHeader(groups=(), tables=())
+    allocator = TokenToKVPoolAllocator(8, 1)
+    args = SimpleNamespace(speculative_algorithm=drafts)
+    assert promised(header, allocator, args, followed=True).slot_history == "allocator"
+    allocator.restore_state = None  # type: ignore[attr-defined]
+    assert promised(header, allocator, args, followed=True).slot_history == ("" if drafts else "allocator")
+    (note,) = promised(header, allocator, args, followed=False).notes
+    assert note == "allocations and frees of slots are not recorded"
