@@ -26,6 +26,7 @@ ROUNDS = (
     "fifteenth_round",
     "sixteenth_round",
     "seventeenth_round",
+    "eighteenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -14,7 +14,14 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "nano_vllm")]
 
 # tokens of a block, blocks
-SETUPS = {"nano": (8, 28), "nano-few": (8, 12), "nano-page16": (16, 24), "nano-chunks": (8, 28), "nano-turns": (8, 28)}
+SETUPS = {
+    "nano": (8, 28),
+    "nano-few": (8, 12),
+    "nano-page16": (16, 24),
+    "nano-chunks": (8, 28),
+    "nano-turns": (8, 28),
+    "nano-again": (8, 20),
+}
 
 
 def fired_in(engines: list):
@@ -53,8 +60,14 @@ def generate(setup: str, folder: Path, engines: list) -> None:
         24: [(first[:19], 8), (shared + tokens(12), 8), (tokens(21), 12)],
         40: [(first + tokens(9), 8), (shared + tokens(3), 8)],
     }
+    if setup == "nano-again":  # with a prompt that ends with a block and comes again late, and one that is its answer
+        asked[0][0] = (first[:16], 20)
+        asked[24] = asked[24][1:]
+        asked |= {27: [(first[:16], 26)], 30: [(tokens(44), 10)], 34: [(tokens(40), 8)]}
     answers = []
     for step in range(400):
+        if setup == "nano-again" and step == 20:
+            asked[20] = [(answers[0].completion_token_ids[:8] + tokens(5), 8)]
         if setup == "nano-turns" and step == 24:  # a prompt that goes on behind an answer
             asked[step].insert(0, (first + answers[0].completion_token_ids + tokens(5), 8))
         for prompt, count in asked.pop(step, ()):

@@ -32,6 +32,8 @@ SETUPS = {
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
     "llama-no-tree": ("llama", 1, 160, False, 3, False),
+    "hybrid-no-tree": ("mellum_hybrid", 1, 512, False, 4, False),
+    "llama-salts": ("llama", 1, 512, False, 4, False),
 }
 
 
@@ -79,7 +81,7 @@ def generate(setup: str, folder: Path) -> None:
         model_path=f"models/{model}",
         **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
         disable_overlap_schedule=not overlap,
-        disable_radix_cache=setup == "llama-no-tree",
+        disable_radix_cache=setup.endswith("no-tree"),
         page_size=page,
         max_total_tokens=slots,
         random_seed=1,
@@ -114,7 +116,10 @@ def generate(setup: str, folder: Path) -> None:
         sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
         if setup == "hybrid-turns":
             sampling = [{**one, "max_new_tokens": 40} for one in sampling]
-        outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling)]
+        salts = {}
+        if setup == "llama-salts":
+            salts["cache_salt"] = [f"tenant {i % 2 + number}" for i in range(len(batch))]
+        outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling, **salts)]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     engine.shutdown()
 

@@ -64,6 +64,7 @@ SETUPS = {
         {"kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}}},
     ),
     "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
+    "llama-loads-back": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
@@ -73,6 +74,8 @@ SETUPS = {
     "delta-units": ("qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "llama-lora-mixed": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "llama-lora-salts": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "llama-loads-weights": ("llama", {"kv_transfer_config": LOADS}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
     "qwen-ngram-page32": ("qwen", NGRAM),
@@ -147,6 +150,8 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [shared[:32] + prompts[3][32:64] + tokens(20), shared[32:64] + tokens(40)], again]
     if setup == "llama-loads-parts":  # that go apart inside a block
         batches = [prompts, [shared[:68] + tokens(50), shared[:68] + tokens(44)], again]
+    if setup == "llama-loads-back":  # that come again when all blocks have been written by others
+        batches = [prompts, [tokens(100), tokens(98), tokens(101)], again]
     if setup == "llama-loads-middle":  # that go on behind a block that is there already
         batches = [prompts, [shared[:40], prompts[0] + tokens(4), prompts[2] + tokens(3)], again]
     if setup == "delta-units":  # that go on inside a block, behind a prompt that ends there
@@ -172,16 +177,29 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-lora-mixed":  # one after the other in each batch
         both = adapter(folder, 1), adapter(folder, 2, "other tenant")
         lora = [[both[i % 2] for i in range(len(batch))] for batch in batches]
+    if (
+        setup == "llama-lora-salts"
+    ):  # and then the base model, some of whose requests have the adapter's name as their salt
+        lora = [adapter(folder, 1, "tenant 1"), None]
     outputs = []
     for number, batch in enumerate(batches):
-        if number and "kv_transfer_config" in arguments:
+        if number == 1 and setup == "llama-loads-weights":
+            import torch
+
+            weights = (
+                "model.layers.0.input_layernorm.weight",
+                torch.randn(96, generator=torch.Generator().manual_seed(7)),
+            )
+            llm.apply_model(lambda model, new=weights: model.load_weights([new]))
+            llm.reset_prefix_cache(reset_connector=True)
+        elif number and "kv_transfer_config" in arguments:
             llm.reset_prefix_cache()
         sampling = [
             SamplingParams(max_tokens=rng.randrange(8, 30), temperature=0, ignore_eos=True, detokenize=False)
             for _ in batch
         ]
         given = [{"prompt_token_ids": prompt} for prompt in batch]
-        if setup.endswith("salts"):
+        if setup.endswith("salts") and (number or setup != "llama-lora-salts"):
             given = [{**one, "cache_salt": f"tenant {i % 2 + number}"} for i, one in enumerate(given)]
         outputs += [
             list(o.outputs[0].token_ids)

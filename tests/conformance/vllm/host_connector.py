@@ -101,6 +101,10 @@ class HostConnector(KVConnectorBase_V1, SupportsHMA):
                 meta.stores.append(Job(name, [(gid, g[place].block_id, key) for gid, g in enumerate(groups)]))
         return meta
 
+    def reset_cache(self):
+        self._known.clear()
+        return True
+
     def request_finished(self, request, block_ids):
         self._requests.pop(request.request_id, None)
         self._matched.pop(request.request_id, None)
