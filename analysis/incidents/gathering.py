@@ -276,9 +276,14 @@ class _Gathering(StateListener):
         """Note what was copied into wanted slots; of a load also how often its host slot was stored since it was read before that."""
         sources, targets = copy.src.tolist(), copy.dst.tolist()
         if copy.dst_tier != TIER_POOL:
-            for target in targets:
-                times, read = self._stored.get((copy.group, target), (0, False))
-                self._stored[copy.group, target] = (1 if read else times + 1), False
+            for source, target in zip(sources, targets, strict=True):
+                if copy.src_tier == TIER_POOL:
+                    times, read = self._stored.get((copy.group, target), (0, False))
+                    times = 1 if read else times + 1
+                else:  # to a further storage, or from there
+                    times, _ = self._stored.get((copy.group, source), (1, True))
+                    self._stored[copy.group, source] = times, True
+                self._stored[copy.group, target] = times, False
             return
         for source, target in zip(sources, targets, strict=True):
             times = 0

@@ -24,12 +24,16 @@ _OTHER_ORDER: Final = "the same bytes in another order"
 
 
 class _Stored(NamedTuple):
-    """What was stored in a page of the host tier: `given` lay in the slots, `held` in the storage when it was looked at."""
+    """What was stored in a page of the host tier: `given` lay in the slots, `held` in the storage when it was looked at.
+
+    `why` is the cause of what a further storage gave back that is not what was given, "" if it is.
+    """
 
     given: int
     held: int
     event: int
     slot: int
+    why: str = ""
 
 
 def _runs(view: EventView) -> list[Int64Array]:
@@ -69,15 +73,16 @@ class CopyDiffers(HistoryCheck):
         if not isinstance(known, CopyEvent) or not runs:
             return
         group, src_tier, src, dst_tier, dst, *ends = runs
-        # What only tells of slots, and copies nothing, comes from no page of the storage.
-        src = np.where((src == 0) & (view.ints("copy_count") == 0), -1, src)
+        moves = view.ints("copy_count") > 0
+        src = np.where((src == 0) & ~moves, -1, src)  # what only tells of slots comes from no page of the storage
         for index in np.unique(group).tolist():
             mine = group == index
             stores = mine & (src_tier == TIER_POOL) & (dst_tier == TIER_HOST)
-            seen = mine & (src_tier == TIER_HOST) & (dst_tier == TIER_HOST)
+            stored = mine & (src_tier == TIER_HOST) & (dst_tier == TIER_HOST)
             loads = mine & (src_tier == TIER_HOST) & (dst_tier == TIER_POOL)
             yield from self._stores(known, index, stores, src, dst, ends)
-            yield from self._seen(known, index, seen, dst, ends)
+            yield from self._seen(known, index, stored & ~moves, dst, ends)
+            self._moved(index, stored & moves, src, dst, ends)
             yield from self._loads(known, index, loads, src, dst, ends)
         if len(self._stored) > MAX_HELD:
             self._stored.clear()
@@ -119,6 +124,19 @@ class CopyDiffers(HistoryCheck):
         if wrong:
             slots, given, found = np.array(wrong, np.int64).T
             yield from self._stored_wrong(event, group, slots, given, found, sorted(events))
+
+    def _moved(self, group: int, mine: BoolArray, src: Int64Array, dst: Int64Array, ends: list[Int64Array]) -> None:
+        """Take note of pages that go from one place of the storage to another; who loads one that is not what it was is told."""
+        for i in np.flatnonzero(mine).tolist():
+            stored = self._stored.get((group, int(src[i])))
+            if stored is None:
+                self._stored.pop((group, int(dst[i])), None)
+                continue
+            lies, why = int(ends[1][i]) or int(ends[0][i]), stored.why
+            if lies and lies != stored.given:
+                another = any(lies in (one.given, one.held) for one in self._stored.values())
+                why = why or ("loaded_another" if another else "changed_in_store")
+            self._stored[group, int(dst[i])] = stored._replace(held=lies or stored.held, why=why)
 
     def _stored_wrong(
         self,
@@ -163,6 +181,8 @@ class CopyDiffers(HistoryCheck):
             if stored is not None and stored.given and lay and stored.given != lay:
                 if (stored.given ^ lay) & _LOW == 0:
                     add("other_order", slot, since=stored.event)
+                elif stored.why:
+                    add(stored.why, slot, since=stored.event)
                 elif stored.held == lay:
                     add("stored_wrong", slot, since=stored.event)
                 elif stored_at(lay) >= 0:

@@ -115,5 +115,8 @@ ROUND_NOTES = (
             "is another prefix's when it is loaded (these kinds were added behind the count)."
         ),
     ),
-    ("199083b", "One was named wrong: what a load brought lay somewhat before its block, and the load was said to have failed."),
+    (
+        "199083b",
+        "One was named wrong: what a load brought lay somewhat before its block, and the load was said to have failed.",
+    ),
 )

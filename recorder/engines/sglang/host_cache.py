@@ -6,9 +6,11 @@ it, the host's pool once the controller takes it for done; of a load the host's 
 again when the next forward begins. What has not landed by then is looked at again behind that forward and the next ones. On a
 GPU a hash would wait for the device: there copies are recorded without.
 
-Only the plain case is recorded slot by slot: one pool, no draft model, no storage behind the host's pool, which fills the
-host's slots past the controller (`layout.host_pool`). In any other the trace says at each load-back that everything
-before it is unknown.
+What lies in a storage behind the host's pool is followed page by page (`storage.py`). What somebody else has stored there is
+unknown, as are the slots that it is loaded to; on the CPU their bytes are recorded.
+
+Only the plain case is recorded slot by slot: one pool, no draft model (`layout.host_pool`). In any other the trace says at each
+load-back that everything before it is unknown.
 """
 
 import logging
@@ -17,24 +19,28 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import BoolArray, Int64Array
 from ....kernels.ops.end_hash.reference import end_hashes
 from ...capture.device.host_copy import HostCopy
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import CopyEnds, own_int64
 from ...capture.recorder import Recorder
 from ...errors import error_text
-from ...trace.schema import RECEIVE, TIER_HOST, TIER_POOL
+from ...trace.schema import TIER_HOST, TIER_POOL
 from ..common.copy_bounds import LATE_STEPS, MAX_HASHED_BYTES, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
 from ..common.hooking import Around, Finish, Hook, around, beside
 from .history import GroupHistory
 from .layout import POOLS, host_pool
+from .storage import Move, Storage, ends_of, storage_slots
+from .transfers import record_strange
 
 logger = logging.getLogger("kvcanary")
 
 
 # The pools on the host whose layouts are known, by their very classes: of which pool's halves they hold copies.
 HOST_POOLS: Final = {"MHATokenToKVPoolHost": "MHATokenToKVPool", "MLATokenToKVPoolHost": "MLATokenToKVPool"}
+
+STRANGE: Final = "a load of what somebody else has stored"
 
 # Where layer, page, token of the page, head and word are among the axes of a host pool's buffer, of which pages are one.
 AXES: Final = {"page_first_direct": (1, 0, 2, 3, 4), "page_head": (3, 0, 2, 1, 4)}
@@ -116,11 +122,17 @@ class HostCache:
                 except Exception as error:  # noqa: BLE001  # pools of another shape
                     logger.warning("kvcanary: HiCache's copies are recorded without hashes: %s", error_text(error))
         self._stores: list[tuple[Any, Int64Array]] = []  # the controller's word for one that is under way, and where to
-        self._started: list[Load] = []  # loads that have begun, and are not recorded yet
+        # Loads that have begun, and are not recorded yet; and which of their pages somebody else has stored.
+        self._started: list[tuple[Load, BoolArray]] = []
         self._waiting: list[Any] = []  # loads that had not begun before the last forward
         self._late: list[tuple[int, Load]] = []  # steps left, and pages of a load that had not landed
         self._searches = SEARCHES
         self._load_backs = 0  # calls that are under way
+        self._storage: Storage | None = None
+        first = int(getattr(host_pool(controller), "size", 0) or 0)
+        room = storage_slots(controller, first)
+        if room and any(group.host_num_slots for group in recorder.header.groups):
+            self._storage = Storage(first, room, int(controller.page_size), self._there, self._record_stored)
 
     @property
     def reads_bytes(self) -> bool:
@@ -129,15 +141,18 @@ class HostCache:
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hooks around the controller's functions, by their names."""
-        return {"start_writing": self.on_start_writing, "load": self.on_load, "start_loading": self.on_start_loading}
+        own = {"start_writing": self.on_start_writing, "load": self.on_load, "start_loading": self.on_start_loading}
+        return own | (self._storage.hooks() if self._storage is not None else {})
 
     @around
     def on_start_writing(self, *_args: Any, **_kwargs: Any) -> Around:
         """Record slots that go to the host, of all the stores that were asked for."""
-        self._flush_stores()
+        self._flush()
         ops = _operations(self.controller.write_queue)
         if not ops:
             return
+        if self._storage is not None:
+            self._storage.filled(np.concatenate([own_int64(host) for _, host in ops]))
         if self._bytes is None:
             yield
             for pool, host in ops:
@@ -154,11 +169,12 @@ class HostCache:
     @around
     def on_load(self, host_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
         """Record that slots are given to what comes back; the controller returns which, None for none."""
+        self._flush()
         device_indices = yield
         if device_indices is None:
             return
-        if getattr(self.controller, "enable_storage", False):  # attached since the recording began
-            self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage")
+        if self._storage is None and getattr(self.controller, "enable_storage", False):
+            self._recorder.lost("KV was loaded back from the host cache, which is filled from a storage attached since")
             return
         for history in self._histories:
             history.filled(device_indices)
@@ -168,19 +184,19 @@ class HostCache:
     @around
     def on_start_loading(self, *_args: Any, **_kwargs: Any) -> Around:
         """Take note of the loads that were asked for, and that begin now."""
-        self._flush_stores()
+        self._flush()
         ops = _operations(self.controller.load_queue)
-        if self._bytes is None or not ops or getattr(self.controller, "enable_storage", False):
+        if self._bytes is None or not ops:
             return
         pool, host = self._pages(ops)
         load = Load(pool, host, self._bytes.there(host), self._bytes.here(pool))
         yield
-        self._started.append(load)
+        self._started.append((load, self._strange(host)))
 
     @beside
     def on_forward(self, *_args: Any, **_kwargs: Any) -> Around:
         """Record the loads that a forward may read, before it, and what has landed late, behind it."""
-        self._flush_stores()
+        self._flush()
         self._flush_loads()
         self._make_unknown()
         yield
@@ -205,15 +221,7 @@ class HostCache:
         known, self._waiting = self._waiting, list(self.controller.load_queue)
         for op in self._waiting:
             if not any(op is other for other in known):
-                where: dict[str, Any] = {
-                    "direction": RECEIVE,
-                    "room": -1,
-                    "group": 0,
-                    "note": "a load that has not begun",
-                }
-                slots = own_int64(op.device_indices)
-                self._recorder.transfer("start", slots=slots, **where)
-                self._recorder.transfer("end", slots=slots, **where)
+                record_strange(self._recorder, 0, own_int64(op.device_indices), "a load that has not begun", read=True)
 
     def _acks(self) -> list[Any]:
         """Return what stands for the stores that the controller does not take for done yet."""
@@ -234,8 +242,13 @@ class HostCache:
                 raise ValueError(f"HiCache copies other than whole pages of {size} slots")
         return pool[:, 0].copy(), host[:, 0].copy()
 
+    def _flush(self) -> None:
+        """Record what lies on the host of the stores that the controller takes for done, and what the storage got and gave."""
+        self._flush_stores()
+        if self._storage is not None:
+            self._storage.flush()
+
     def _flush_stores(self) -> None:
-        """Record what lies on the host of the stores that the controller takes for done."""
         if not self._stores or self._bytes is None:
             return
         waiting = {id(ack) for ack in self._acks()}
@@ -243,22 +256,36 @@ class HostCache:
         self._stores = [(ack, host) for ack, host in self._stores if id(ack) in waiting]
         for host in done:
             there = self._bytes.there(host)
+            if self._storage is not None:  # another page may lie there by now
+                there[self._storage.overwritten(host)] = 0
             zeros = np.zeros_like(there)
-            self._recorder.kv_copy(
-                group=0,
-                src=host,
-                dst=host,
-                count=zeros,
-                src_tier=TIER_HOST,
-                dst_tier=TIER_HOST,
-                note="stored",
-                ends=CopyEnds(zeros, there, zeros, zeros - 1),
-            )
+            self._on_host("stored", host, host, zeros, CopyEnds(zeros, there, zeros, zeros - 1))
+
+    def _record_stored(self, move: Move, places: Int64Array) -> None:
+        """Record pages that went to the storage, or came from there, where they have `places`."""
+        count = np.full(places.size, int(self.controller.page_size), np.int64)
+        if move.to_storage:
+            self._on_host("to storage", move.host, places, count, ends_of(move))
+        else:
+            self._on_host("from storage", places, move.host, count, ends_of(move))
+
+    def _on_host(self, note: str, src: Int64Array, dst: Int64Array, count: Int64Array, ends: CopyEnds | None) -> None:
+        """Record runs of the host's tier that are copied within it; runs of no slots say what lies there."""
+        tiers = {"src_tier": TIER_HOST, "dst_tier": TIER_HOST}
+        self._recorder.kv_copy(group=0, src=src, dst=dst, count=count, note=note, ends=ends, **tiers)
+
+    def _strange(self, slots: Int64Array) -> BoolArray:
+        """Say of each slot of the host's pool whether somebody else has stored what lies there, `[n] bool`."""
+        return np.zeros(slots.size, np.bool_) if self._storage is None else self._storage.strange(slots)
 
     def _flush_loads(self) -> None:
         """Record the loads that have begun, with what their slots hold now."""
         started, self._started = self._started, []
-        for load in started:
+        for load, strange in started:
+            if strange.any() and self._bytes is not None:
+                slots = (load.pool[strange][:, None] + np.arange(self._bytes.page_size)).reshape(-1)
+                record_strange(self._recorder, 0, slots, STRANGE, read=True)
+                load = Load(*(part[~strange] for part in load))
             here = self._here(load.pool)
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
             ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
@@ -279,6 +306,9 @@ class HostCache:
                 self._record("landed late", load.pool[landed], zeros, ends, to_host=False, whole=False)
             if left > 1 and not landed.all():
                 self._late.append((left - 1, Load(*(part[~landed] for part in load))))
+
+    def _there(self, pages: Int64Array) -> Int64Array:
+        return np.zeros(pages.size, np.int64) if self._bytes is None else self._bytes.there(pages)
 
     def _here(self, pages: Int64Array) -> Int64Array:
         return np.zeros(pages.size, np.int64) if self._bytes is None else self._bytes.here(pages)
@@ -307,14 +337,27 @@ class HostCache:
         """Record slots that are copied, without what lies there; nothing waits for those that a device knows."""
         copy = _sides("offload" if to_host else "load-back", pool, host, to_host)
         sides = copy.pop("src"), copy.pop("dst")
+        mine: Any = slice(None)  # all but what somebody else has stored
+        if self._storage is not None and not to_host:
+            mine = ~self._strange(own_int64(host))
         if isinstance(self._recorder, DeviceRecorder):
             read, written = (HostCopy(side) for side in sides)
             self._recorder.kv_copy_later(
-                lambda: copy_runs(read.read(), written.read()), filled=None if to_host else pool, **copy
+                lambda: copy_runs(read.read()[mine], written.read()[mine]), filled=None if to_host else pool, **copy
             )
         else:
-            src, dst, count = copy_runs(*map(own_int64, sides))
+            src, dst, count = copy_runs(*(own_int64(side)[mine] for side in sides))
             self._recorder.kv_copy(src=src, dst=dst, count=count, **copy)
+        if isinstance(mine, np.ndarray) and not mine.all():
+            self._record_strange(pool, ~mine)
+
+    def _record_strange(self, pool: Any, strange: BoolArray) -> None:
+        """Record which slots of the engine's pool, `[n]`, get what somebody else has stored; nothing waits for a device."""
+        if isinstance(self._recorder, DeviceRecorder):
+            own = self._recorder.recorder
+            self._recorder.later_with(lambda slots: record_strange(own, 0, slots[strange], STRANGE), pool)
+        else:
+            record_strange(self._recorder, 0, own_int64(pool)[strange], STRANGE)
 
 
 def _operations(queue: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -33,6 +33,7 @@ from ...trace.header import (
 from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
 from .recurrent import prefills_not_seen, state_pool
+from .storage import storage_slots
 
 ALIGN_BYTES: Final = 16
 # What moves KV between the device and the host, by its very class.
@@ -250,11 +251,14 @@ def describe_engine(
 
 
 def host_slots(scheduler: Any, groups: list[PoolGroup]) -> int:
-    """Return how many slots the host's pool has, 0 if there is none or its copies cannot be recorded slot by slot."""
+    """Return how many slots the host's pool has, and a storage behind it gets; 0 if there is no pool, or its copies cannot be
+    recorded slot by slot.
+    """
     controller = controller_of(scheduler)
-    if len(groups) != 1 or groups[0].kind != "full" or getattr(controller, "enable_storage", False):
+    if len(groups) != 1 or groups[0].kind != "full":
         return 0
-    return int(getattr(host_pool(controller), "size", 0) or 0)
+    slots = int(getattr(host_pool(controller), "size", 0) or 0)
+    return slots + storage_slots(controller, slots)
 
 
 def host_pool(controller: Any) -> Any:

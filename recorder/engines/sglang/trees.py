@@ -14,9 +14,9 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
-from ...trace.schema import RECEIVE
 from .history import GroupHistory
 from .layout import RunnerLayout, SglangLayout, own_slots
+from .transfers import record_strange
 
 _NOTE: Final = "a tree of drafts"
 
@@ -59,6 +59,4 @@ def _fill(
     slots = np.unique(slots[(slots > 0) & (slots < recorder.header.groups[number].num_slots)])
     for history in histories:
         history.given_out(slots, _NOTE)
-    filled: dict[str, Any] = {"direction": RECEIVE, "room": -1, "group": number, "slots": slots, "note": _NOTE}
-    own.transfer("start", **filled)
-    own.transfer("end", **filled, read=False)
+    record_strange(own, number, slots, _NOTE)

@@ -79,6 +79,13 @@ def generate(folder: Path, case: "Case") -> None:
     if case.fault:
         faulty(case.fault)
     os.chdir(HERE)  # the trace keeps the model's name as it is given here
+    storage = {}
+    if case.storage:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(
+            folder.parent / "stored" if case.before else folder / "stored"
+        )
+        storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+        storage["hicache_storage_backend_extra_config"] = json.dumps({"prefetch_threshold": case.page})
     engine = Engine(
         model_path="models/llama",
         **{**CPU_ENGINE, "log_level": "info", "max_running_requests": 3},
@@ -87,7 +94,8 @@ def generate(folder: Path, case: "Case") -> None:
         max_total_tokens=160,
         random_seed=1,
         enable_hierarchical_cache=True,
-        hicache_ratio=4.0,
+        hicache_ratio=1.1 if case.storage else 4.0,
+        **storage,
         hicache_io_backend="direct",
         hicache_mem_layout=case.layout,
         hicache_write_policy=case.policy,
@@ -106,6 +114,7 @@ def generate(folder: Path, case: "Case") -> None:
         prompts[4:],
         [prompts[1] + tokens(3), prompts[3]],
         prompts[:1],
+        *([prompt] for prompt in prompts[1:] * case.storage),
     ):
         sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
         for output in engine.generate(input_ids=batch, sampling_params=sampling):
@@ -169,6 +178,25 @@ def faulty(fault: str) -> None:
         put_off.clear()
         return result
 
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    get = HiCacheFile.get
+
+    def get_other_bytes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        page = get(self, *args, **kwargs)
+        return None if page is None else page.mul_(1.5)
+
+    before: list[Any] = []
+
+    def get_the_page_before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        page = get(self, *args, **kwargs)
+        if page is None:
+            return None
+        before.append(page.clone())
+        return page.copy_(before[-2]) if len(before) > 1 else page
+
+    if fault in ("storage damages", "storage mixes up"):
+        HiCacheFile.get = get_other_bytes if fault == "storage damages" else get_the_page_before
     if fault == "overwritten":
         HybridCacheController.load = load_what_was_overwritten
     elif fault == "two pages to one":
@@ -190,6 +218,8 @@ class Case(NamedTuple):
     page: int = 1
     policy: str = "write_through"
     overlap: bool = False
+    storage: bool = False
+    before: bool = False  # whether another server has filled the storage before
     fault: str = ""
     cause: str = ""
     incidents: tuple[str, ...] = ()
@@ -201,6 +231,15 @@ CASES = {
     "page first": Case(layout="page_first_direct", page=4),
     "write back": Case(policy="write_back"),
     "overlap": Case(layout="page_first_direct", page=4, overlap=True),
+    "storage": Case(page=4, storage=True),
+    "storage, page first": Case(layout="page_first_direct", page=4, storage=True, overlap=True),
+    "storage of another": Case(page=4, storage=True, before=True),
+    "storage damages": Case(
+        page=4, storage=True, fault="storage damages", cause="changed_in_store", incidents=("stored_wrong",)
+    ),
+    "storage mixes up": Case(
+        page=4, storage=True, fault="storage mixes up", cause="loaded_another", incidents=("load_of_other_prefix",)
+    ),
     "overwritten": Case(fault="overwritten", cause="changed_in_store", incidents=("stored_wrong",)),
     "two pages to one": Case(fault="two pages to one", cause="stored_wrong", incidents=("stored_wrong",)),
     "one place for two": Case(fault="one place for two", cause="two_to_one", incidents=("host_copy_overwritten",)),
@@ -222,14 +261,16 @@ def judge(folder: Path) -> dict[str, Any]:
 
     (trace,) = folder.glob("*.arrow")
     summary = replay(trace, settings=ReplaySettings(), report=folder)
-    copies, forward, reading, hashed = dict.fromkeys(("offload", "stored", "load-back", "landed late"), 0), -1, [], True
+    notes = "offload", "stored", "load-back", "landed late", "to storage", "from storage"
+    copies, forward, reading, hashed, strange = dict.fromkeys(notes, 0), -1, [], True, 0
     for event in read_trace(trace):
         if event.kind == "forward":
             forward += 1
+        strange += event.kind == "transfer" and event.scalar("status") == "end"
         if event.kind == "kv_copy":
             note = event.scalar("note")
             copies[note] += 1
-            hashed &= bool(event.ints("copy_dst_hash" if note == "stored" else "copy_src_hash").all())
+            hashed &= bool(event.ints("copy_dst_hash" if note in ("stored", "from storage") else "copy_src_hash").all())
             if note == "load-back":
                 reading.append(forward + 1)
     violations = pq.read_table(folder / "violations.parquet").column("forward").to_numpy()
@@ -238,6 +279,7 @@ def judge(folder: Path) -> dict[str, Any]:
         "verdict": summary.verdict.value,
         "copies": copies,
         "hashed": hashed,
+        "strange": strange,
         "reading": reading,
         "first": int(np.min(violations)) if len(violations) else -1,
         "causes": sorted({row["cause"] for row in findings if row["kind"] == "copy_differs"}),
@@ -251,7 +293,8 @@ def run(name: str, folder: Path) -> list[str]:
 
     case, wrong = CASES[name], []
     shutil.rmtree(folder / name, ignore_errors=True)
-    for kind in ("unrecorded", "recorded") if not case.fault else ("recorded",):
+    kinds = ["recorded"] if case.fault else ["unrecorded", "recorded"]
+    for kind in (["before"] if case.before else []) + kinds:
         place = folder / name / kind
         environment = {"KVCANARY_TRACE": str(place / "traces")} if kind == "recorded" else {}
         if code := forked(place, environment, lambda place=place: generate(place, case), 240.0):

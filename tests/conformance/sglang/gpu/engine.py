@@ -1,6 +1,7 @@
 """One SGLang engine on the GPU: engine.py FOLDER RUN, a run of runs.py as JSON. It generates and writes outputs.json."""
 
 import json
+import os
 import random
 import sys
 import time
@@ -36,6 +37,16 @@ def main() -> None:
         options |= {"disable_prefill_cuda_graph": True, "mamba_track_interval": 64}
     if run.get("saves"):
         options |= {"json_model_override_args": json.dumps({"mamba_chunk_size": 16}), "mamba_track_interval": 16}
+    if run.get("host_cache"):
+        options |= {"enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_io_backend": "direct"}
+    if run.get("host_cache") == "storage":
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "stored")
+        options |= {
+            "hicache_ratio": 1.2,
+            "hicache_storage_backend": "file",
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": run["page"]}),
+        }
     engine = Engine(
         model_path=str(MODELS / run["model"]),
         load_format="dummy",

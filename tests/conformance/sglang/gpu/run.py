@@ -132,6 +132,12 @@ def result_of(run: GpuRun, place: Path) -> dict:
         differences.append(f"the trace is not whole: {summary['doubts']}")
     if not result["injected"] and not run.faulty and summary["verdict"] != "clean":
         differences.append(f"no fault was injected, and the replay says {summary['verdict']}")
+    if run.host_cache:
+        from kvcanary.recorder.trace.reader import read_trace
+
+        copies = Counter(event.scalar("note") for event in read_trace(traces[0]) if event.kind == "kv_copy")
+        expected = ["offload", "load-back", *(["to storage", "from storage"] if run.host_cache == "storage" else [])]
+        differences += [f"no copy is called {note}" for note in expected if not copies[note]]
     if run.states_watched:
         unseen = forwards_without_states(traces[0])
         if unseen:

@@ -26,6 +26,8 @@ class GpuRun:
     saves: bool = False  # forwards save states of recurrent layers often, every 16 tokens
     longer: int = 1  # times as long are prompts and the chunks that they are computed in
     turns: int = 0  # how often the first requests come again, with what they have got and some more
+    again: int = 0  # how often the first prompts come again after others took their place
+    host_cache: str = ""  # "host": HiCache; "storage": with files behind it
     seed: int = 1
 
     @property
@@ -84,6 +86,14 @@ RUNS = (
     GpuRun(name="eagle-tree-page16-recorded", eagle=True, topk=4, page=16, canary=False, turns=1),
     GpuRun(name="hybrid-off", model=HYBRID, canary=False, recorded=False),
     GpuRun(name="hybrid-recorded", model=HYBRID, canary=False),
+    # what others push out of the pool comes back from the host, and from files behind it
+    *(
+        GpuRun(
+            name=f"{name}-{kind}", page=16, canary=False, recorded=kind == "recorded", again=4, host_cache=host_cache
+        )
+        for name, host_cache in (("host-cache", "host"), ("host-cache-storage", "storage"))
+        for kind in ("off", "recorded")
+    ),
     # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves
     GpuRun(name="recurrent-eager-off", model=RECURRENT, graph=False, canary=False, recorded=False),
     GpuRun(name="recurrent-eager-recorded", model=RECURRENT, graph=False, canary=False),
