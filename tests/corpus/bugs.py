@@ -27,6 +27,7 @@ ROUNDS = (
     "sixteenth_round",
     "seventeenth_round",
     "eighteenth_round",
+    "nineteenth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -119,4 +119,5 @@ ROUND_NOTES = (
         "199083b",
         "One was named wrong: what a load brought lay somewhat before its block, and the load was said to have failed.",
     ),
+    ("4d0aeea", ""),
 )

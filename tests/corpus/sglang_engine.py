@@ -34,6 +34,10 @@ SETUPS = {
     "llama-no-tree": ("llama", 1, 160, False, 3, False),
     "hybrid-no-tree": ("mellum_hybrid", 1, 512, False, 4, False),
     "llama-salts": ("llama", 1, 512, False, 4, False),
+    "llama-mixed": ("llama", 1, 512, False, 4, False),
+    "recurrent-mixed": ("lfm2", 1, 512, False, 4, False),
+    "recurrent-retract": ("lfm2", 1, 512, False, 4, True),
+    "llama-long": ("llama", 1, 230, False, 3, False),
 }
 
 
@@ -82,6 +86,8 @@ def generate(setup: str, folder: Path) -> None:
         **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
         disable_overlap_schedule=not overlap,
         disable_radix_cache=setup.endswith("no-tree"),
+        enable_mixed_chunk=setup.endswith("mixed"),
+        max_mamba_cache_size=8 if setup == "recurrent-retract" else None,
         page_size=page,
         max_total_tokens=slots,
         random_seed=1,
@@ -97,11 +103,15 @@ def generate(setup: str, folder: Path) -> None:
         prompts.append(tokens(7))
     if setup == "recurrent-chunks":  # of two chunks, alone in a batch
         prompts = [tokens(50)]
+    if setup == "llama-long":  # of three chunks and more
+        prompts = [tokens(rng.randrange(80, 105)) for _ in range(5)]
     if setup == "llama-twins":  # asked at the same time
         prompts[:2] = [prompts[1][:12]] * 2
     again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2 % len(prompts)], prompts[1 % len(prompts)] + tokens(3)]
     if setup == "recurrent-chunks":  # that go on behind the first chunk
         again = [prompts[0][:32] + tokens(9), tokens(20)]
+    if setup == "recurrent-mixed":  # that go on behind prompts which were computed beside decodes
+        again += [prompts[3] + tokens(3), prompts[4] + tokens(4)]
     outputs = []
     for number, batch in enumerate((prompts, again)):
         if number and setup == "llama-weights":

@@ -37,6 +37,7 @@ SETUPS = {
     "llama-churn": ("llama", {"max_num_seqs": 3}),
     "llama-few": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-preempt": ("llama", FEW),
+    "llama-aborts": ("llama", {"num_gpu_blocks_override": 11, "max_num_seqs": 3}),
     "llama-async": ("llama", {"async_scheduling": True}),
     "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
     "sliding": ("sliding", {}),
@@ -70,6 +71,7 @@ SETUPS = {
     "llama-parts": ("llama", {"max_num_seqs": 3}),
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
+    "recurrent-ones": ("lfm2", {}),
     "delta": ("qwen3_next", {"dtype": "bfloat16"}),
     "delta-units": ("qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
@@ -169,6 +171,10 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [prompts[0][:48] + tokens(30), shared[:20] + tokens(40)], again]
     if setup == "recurrent-short":  # that have a token more than what they hit
         batches = [prompts, [shared[:65], shared[:33]], again]
+    if setup == "llama-aborts":  # two that begin alike, one of which is aborted, and others that want all blocks
+        batches = [[shared + tokens(6), shared + tokens(12), *(tokens(80 + i) for i in range(5))], again]
+    if setup == "recurrent-ones":  # of a single token, when others have used the slots
+        batches = [prompts, [tokens(1), *prompts[1:3], tokens(1)], [tokens(1)], again]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -201,12 +207,30 @@ def generate(setup: str, folder: Path) -> None:
         given = [{"prompt_token_ids": prompt} for prompt in batch]
         if setup.endswith("salts") and (number or setup != "llama-lora-salts"):
             given = [{**one, "cache_salt": f"tenant {i % 2 + number}"} for i, one in enumerate(given)]
+        if setup == "llama-aborts":
+            outputs += with_aborts(llm, number, given, sampling)
+            continue
         outputs += [
             list(o.outputs[0].token_ids)
             for o in llm.generate(given, sampling, use_tqdm=False, lora_request=lora[number])
         ]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()
+
+
+def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:
+    """Answer prompts step by step; the first is aborted while it runs with the others."""
+    engine, answers = llm.llm_engine, {}
+    for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        one.max_tokens += 40 * (i == 1)
+        engine.add_request(f"{number}-{i}", prompt, one)
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if step == 6:
+            engine.abort_request([f"{number}-0"])
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
 
 
 def adapter(folder: Path, number: int, called: str = "tenant") -> Any:
