@@ -24,6 +24,7 @@ from .observed import (
     row_moved,
     skipped,
     still_empty,
+    stored_nowhere,
     taken_from_behind,
     twice_in_batch,
     went_elsewhere,
@@ -148,6 +149,8 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
             held = Held.JOINED_GONE if gone else Held.JOINED
         elif fact.what in ("cached", "loaded", "received", "copied"):
             gone = False
+        elif fact.what == "let_go" and holds:
+            held = Held.GAVE_UP if mine else Held.FREED
         elif fact.what in ("free", "evict"):
             gone, holder = gone or fact.what == "evict", -1
             if holds and (fact.what == "evict" or mine or fact.request_id < 0):
@@ -245,6 +248,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     apart = cluster.finding("table_entry_differs")
     if apart is not None and not content and cluster.rewrite_of(apart) is None:
         return Likely("write", ("slot_mapping", "req_to_token"))
+    if stored_nowhere(cluster, sign) is not None:
+        return Likely("write", ("kv_write_lost", "slot_mapping"))
     if still_empty(cluster) is not None and not content:
         return Likely("write", ("kv_write_lost", "bad_values_written"))
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:

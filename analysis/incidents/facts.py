@@ -21,7 +21,7 @@ NOBODY: Final = -1
 class Fact:
     """One thing that happened to a slot.
 
-    `what` is alloc, shared, cached, free, evict, written, padded (by a padding token), copied (into it, in the pool),
+    `what` is alloc, shared, cached, let_go (the cache has it alone now), free, evict, written, padded (by a padding token), copied (into it, in the pool),
     loaded (from the host), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent,
     receiving, received, receive_failed, or changed (its bytes, without a write).
     `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, a
@@ -104,7 +104,8 @@ class Facts:
     was seen. `strayed` holds, by event and request, the row that a request had when it was computed on the row of another in
     its batch. `late_samples` counts events with samples that came after their forward.
     `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
-    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending.
+    `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending; `nowhere` holds, by event and request,
+    the positions of tokens that were.
     `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.
     """
 
@@ -124,6 +125,7 @@ class Facts:
     strayed: dict[tuple[int, int], int] = field(default_factory=dict)
     wrote: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     given: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    nowhere: dict[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     padding_nowhere: deque[int] = field(default_factory=lambda: deque(maxlen=4096))
 
     def of(self, group: int, slot: int, *, upto: int) -> list[Fact]:

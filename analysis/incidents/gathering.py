@@ -24,7 +24,7 @@ from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens,
 from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
-from ...recorder.trace.schema import RECEIVE, TIER_POOL
+from ...recorder.trace.schema import LET_GO, RECEIVE, TIER_POOL
 from .facts import MAX_PLACES, NOBODY, Begin, Fact, Facts, Rewrite, SlotFacts, Status
 from .places import FINDING, Places
 
@@ -151,6 +151,7 @@ class _Gathering(StateListener):
         chosen = slice(0, MAX_PLACES)
         self._requests = frozenset(places["request"][chosen].tolist()) - {NOBODY}
         self._events = frozenset(places["event"][chosen][places["source"][chosen] == FINDING].tolist())
+        self._seen = frozenset(places["event"][chosen].tolist())  # the events in which something is wrong at all
         pairs = np.unique(np.stack([places["request"][chosen], places["position"][chosen]], axis=1), axis=0)
         self._positions = {int(r): pairs[pairs[:, 0] == r, 1] for r in np.unique(pairs[:, 0])}  # ascending
         rows = max((table.rows for table in header.tables), default=0)
@@ -231,7 +232,7 @@ class _Gathering(StateListener):
     def _known(self, event: KnownEvent | None, status: str) -> None:
         if isinstance(event, SlotEvent):
             # The recorded status: an old trace's note says that slots were shared which were given out anew.
-            what = event.kind if event.kind != "alloc" else status or "alloc"
+            what = event.kind if event.kind != "alloc" else "let_go" if event.note == LET_GO else status or "alloc"
             self._note(event.parts, what, event.request_id)
         elif isinstance(event, TransferEvent):
             what = "sent"
@@ -352,6 +353,10 @@ class _Gathering(StateListener):
             if group.runner != forward.runner:
                 continue
             slots = full = forward.out_cache_loc[group.table]
+            if group.lut < 0 and not group.window and forward.event in self._seen:
+                for i in np.flatnonzero(full[:real] < 0).tolist():
+                    request = int(forward.request_ids[owner[i]])
+                    self.facts.nowhere[forward.event, request].add(int(tokens.position[i]))
             if group.lut >= 0:
                 lut = self._tables.luts[group.lut]
                 inside = (full >= 0) & (full < len(lut))

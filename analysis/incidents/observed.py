@@ -48,6 +48,14 @@ def _named_anew(cluster: Cluster, sign: Sign, other: Sign) -> bool:
     return given.request_id == sign.request_id and given.event > own[0] and not again and not cluster.is_sliding(other)
 
 
+def stored_nowhere(cluster: Cluster, sign: Sign) -> int | None:
+    """Return the event in which a sign's position was computed and its K and V went to no slot, None if they went somewhere."""
+    own = cluster.wrote(sign)
+    if own is not None and own[1] < 0 and not cluster.window(sign):
+        return own[0]
+    return sign.event if sign.position in cluster.facts.nowhere.get((sign.event, sign.request_id), ()) else None
+
+
 def skipped(cluster: Cluster, sign: Sign) -> bool:
     """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either.
 

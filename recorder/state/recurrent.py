@@ -98,7 +98,9 @@ class StateSlots:
                 slots[slot] = self._saved(forward, request, source, int(before[request]), new)
             else:
                 state = self._held(pool, source)
-                cause = self._judge(forward, truth, request, state, int(before[request]), old) if source >= 0 else ""
+                cause = "begun_anew" if slot >= 0 and forward.prefix_lens[request] > 0 else ""
+                if source >= 0:
+                    cause = self._judge(forward, truth, request, pool, state, int(before[request]), old)
                 if (
                     not cause
                     and source >= 0
@@ -115,6 +117,8 @@ class StateSlots:
                     cause = "same_forward"
                 if cause:
                     shown, row = (slot, slots[slot]) if cause == "same_forward" else (source, state)
+                    if source < 0:
+                        shown, row = slot, np.zeros_like(row)
                     self._misread.append(Misread(pool, request, shown, cause, row.copy()))
                 request_id = int(forward.request_ids[request])
                 slots[slot] = forward.event + 1, request_id, int(ends[request]), int(after[request]), new
@@ -147,9 +151,17 @@ class StateSlots:
             chain = int(_nonzero(words + chain)[0])
         return np.array((forward.event + 1, forward.request_ids[request], position, chain, found), np.int64)
 
-    def _judge(self, forward: Forward, truth: Truth, request: int, state: Int64Array, chain: int, found: int) -> str:
-        """Say by a finding's cause what is wrong with a state that a request reads, "" for nothing."""
+    def _judge(
+        self, forward: Forward, truth: Truth, request: int, pool: int, state: Int64Array, chain: int, found: int
+    ) -> str:
+        """Say by a finding's cause what is wrong with a state that a request reads, "" for nothing.
+
+        Who has no prefix and reads one all the same is to find a slot that was zeroed, which engines do unseen: there it must be
+        seen by the bytes that another's state is still there.
+        """
         event, writer, position, theirs, wrote = state.tolist()
+        if forward.prefix_lens[request] <= 0 and not (found and found == wrote and self._is_only(pool, wrote)):
+            return ""
         if position == _NOBODYS:
             return "padding" if forward.prefix_lens[request] > 0 else ""
         if not event:
@@ -161,6 +173,10 @@ class StateSlots:
         if chain and theirs and chain != theirs:
             return "other_prefix"
         return "changed_bytes" if wrote and found and wrote != found else ""
+
+    def _is_only(self, pool: int, wrote: int) -> bool:
+        """Say whether bytes, by their hash, were left in one slot alone, and are not those of a slot that was zeroed."""
+        return wrote != self.cleared[pool, 0] and int((self.slots[pool][:, STATE_HASH] == wrote).sum()) == 1
 
     def _chains(self, forward: Forward, truth: Truth) -> tuple[Int64Array, Int64Array]:
         """Return the chain of each request's prefix and of that with what the forward adds, `[bs]` each; 0 for unknown."""

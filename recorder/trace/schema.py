@@ -192,6 +192,9 @@ PULLED: Final = "held ready"  # the note of a send of which the other side takes
 
 SUBMITTED: Final = "submitted"  # the origin of a stream's bytes: what the model hands to the cache
 
+# The note of slots that the prefix cache has had already, and has alone now: nobody uses them any more.
+LET_GO: Final = "let go"
+
 # What a header may promise of the history of slots: nothing; that everything is recorded which an allocator gives out and
 # takes back, but not who shares it and what the prefix cache holds; or that every alloc, free, evict, hand-over to the prefix
 # cache and request status is.

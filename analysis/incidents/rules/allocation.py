@@ -103,6 +103,12 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(0.9, said, joined, *joined.evidence, cause=freed.event)
     signs = [sign for sign in cluster.head if sign.kind in _LOST_SLOT or sign.bits]
     for sign in signs:
+        left = let_go_under(cluster, sign)
+        if left is not None:
+            who = f"request {left.request_id}" if left.request_id >= 0 else "nobody says whom"
+            said = f"{sign.place} was let go in event {left.event}, by {who}, as the last one's that used it, while {sign.reader} did, "
+            said += f"which read it in {sign.when}"
+            return cluster.diagnosis(0.9, said, sign, left.event, sign.event, cause=left.event)
         under = _freed_under_another(cluster, sign)
         if under is not None:
             freed, again = under
@@ -158,7 +164,7 @@ def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
             continue
         evicted, held = taken_away(cluster, sign, "evict")
         begin = cluster.facts.begins.get(sign.request_id)
-        if evicted is None or begin is None or begin.event > evicted.event:
+        if evicted is None or begin is None or begin.event > evicted.event or let_go_under(cluster, sign) is not None:
             continue
         said = f"the prefix cache evicted {sign.place} in event {evicted.event} under {sign.reader}, which read it in {sign.when}"
         return cluster.diagnosis(0.9 if held else 0.72, said, sign, evicted.event, sign.event, cause=evicted.event)
@@ -246,6 +252,19 @@ def _freed_under_another(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | No
             freed = fact if holders - {fact.request_id} else None
             holders.discard(fact.request_id)
     return found
+
+
+def let_go_under(cluster: Cluster, sign: Sign) -> Fact | None:
+    """What left a slot to the prefix cache alone while a sign's request used it, which was given or joined it before."""
+    left, uses = None, False
+    for fact in cluster.history(sign):
+        if fact.what in ("alloc", "shared") and fact.request_id == sign.request_id:
+            left, uses = None, True
+        elif fact.what in ("let_go", "free") and fact.request_id == sign.request_id:
+            left, uses = None, False
+        elif fact.what == "let_go" and uses:
+            left = fact
+    return left
 
 
 def own_free(cluster: Cluster, sign: Sign) -> Fact | None:

@@ -1,7 +1,7 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
-from ..observed import still_empty
+from ..observed import still_empty, stored_nowhere
 from .allocation import written_again
 
 
@@ -9,6 +9,12 @@ from .allocation import written_again
 def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
     """A token is written and its slot's bytes are still another token's, written before. (lab)"""
     sign = cluster.finding("write_lost")
+    for other in cluster.head if sign is None else ():
+        event = stored_nowhere(cluster, other) if other.bits else None
+        if event is not None:
+            said = f"position {other.position} of {other.reader} was computed in event {event}, and its K and V were stored nowhere: "
+            said += f"it was sent to no slot, as seen in {other.when} at {other.place}"
+            return cluster.diagnosis(0.93, said, other, event, other.event, cause=event)
     if sign is None:
         sign = still_empty(cluster)
         said = "the KV write of {0.reader} to {0.place} in {0.when} may not have come to all layers: {0.detail}, and nobody had "

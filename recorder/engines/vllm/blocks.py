@@ -14,7 +14,7 @@ import numpy as np
 from ....kernels.arrays import Int64Array
 from ...capture.recorder import Recorder
 from ...capture.slot_numbers import SlotsChanged
-from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
+from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, LET_GO, AllocStatus, SlotChange
 from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method, wrap_often
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
@@ -88,6 +88,7 @@ class BlockHistory:
         self._cached: dict[int, CachedBlock] = {}
         self._serial = 0
         self._skipping: tuple[int, str] | None = None
+        self._ending = False  # whether a manager gives a request's blocks back
 
     def attach(self, while_on: Callable[[Hook], Hook], on_fault: OnFault) -> None:
         """Put the hooks around the managers and the pool; `while_on(hook)` is one that falls silent with the others."""
@@ -154,7 +155,11 @@ class BlockHistory:
     def _on_free(self, group: VllmGroup, manager: Any, name: str, *_args: Any, **_kwargs: Any) -> Around:
         blocks = list(manager.req_to_blocks.get(name, ()))
         self._hand_over({(group.index, block.block_id) for block in blocks})
-        yield
+        self._ending = True
+        try:
+            yield
+        finally:
+            self._ending = False
         self.freed(group, blocks, name)
 
     @beside
@@ -167,12 +172,27 @@ class BlockHistory:
 
     @around
     def _on_free_blocks(self, blocks: Any, *_args: Any, **_kwargs: Any) -> Around:
-        """Record the blocks that have left a sliding window; a request's last blocks go through its manager."""
-        if self._skipping is not None and isinstance(blocks, list):
-            index, name = self._skipping
-            self._hand_over({(index, block.block_id) for block in blocks})
-            yield
-            self.freed(self._groups[index], blocks, name)
+        """Record the blocks that have left a sliding window, and those of which nobody says whose they were.
+
+        A request's last blocks go through its manager.
+        """
+        if self._ending or not isinstance(blocks, list):
+            return
+        index, name = self._skipping or (-1, "")
+        self._hand_over({(index, block.block_id) for block in blocks})
+        yield
+        for group in self._groups:
+            if index in (-1, group.index):
+                self.freed(group, blocks if index >= 0 else self._of_group(group, blocks), name)
+
+    def _of_group(self, group: VllmGroup, blocks: list[Any]) -> list[Any]:
+        """Return those of some blocks that are known to be a group's."""
+        cached = self._cached
+        return [
+            b
+            for b in blocks
+            if len(self._groups) == 1 or (b.block_id in cached and cached[b.block_id].group == group.index)
+        ]
 
     @around
     def _on_evict(self, block: Any, *_args: Any, **_kwargs: Any) -> Around:
@@ -205,9 +225,11 @@ class BlockHistory:
             self.record("alloc", self._groups[index], handed, name, status=ALLOC_CACHED)
 
     def freed(self, group: VllmGroup, blocks: Sequence[Any], name: str) -> None:
-        """Record as freed the blocks that nobody uses and the prefix cache does not hold."""
-        gone = [b.block_id for b in blocks if not b.is_null and not b.ref_cnt and b.block_hash is None]
-        self.record("free", group, gone, name)
+        """Record as freed the blocks that nobody uses and the prefix cache does not hold; what it holds is its own then."""
+        left = [b for b in blocks if not b.is_null and not b.ref_cnt]
+        self.record("free", group, [b.block_id for b in left if b.block_hash is None], name)
+        kept = [b.block_id for b in left if b.block_hash is not None]
+        self.record("alloc", group, kept, name, status=ALLOC_CACHED, note=LET_GO)
 
     def record(
         self,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import BoolArray, Int64Array
 from ....kernels.capture.frames import StateIndices
 from ....kernels.ops.state_hash.reference import MAX_PARTS
 from ...capture.device.shadows import slots_as_bytes
@@ -31,6 +31,9 @@ BLOCKS: Final = (
     ("non_spec_state_indices_tensor",),
     ("state_indices_tensor",),
 )
+# What they say of who begins with a state: of prefills, in the order in which layers look, and of decodes, which all do else.
+OF_PREFILLS: Final = ("has_initial_states_p", "prefill_has_initial_state")
+OF_DECODES: Final = "has_initial_states_d"
 MOST_BYTES: Final = 4096  # of each part of a block that are hashed
 _StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]  # as `step.py` has it
 UTILS: Final = "vllm.v1.worker.mamba_utils"
@@ -101,7 +104,7 @@ class VllmStates:
         slots = np.concatenate([own_int64([]), *(own_int64(part.reshape(-1)) for part in _blocks(mine))])
         if self._failed or slots.size != prefix.size:
             return None
-        return StateAccess(reads=np.where(prefix > 0, slots, -1), writes=slots)
+        return StateAccess(reads=np.where(_goes_on(mine, prefix), slots, -1), writes=slots)
 
     def on_device(self, given: Any, bs: int, nothing: Any) -> tuple[StateIndices, ...]:
         """Return the blocks that a step's layers read and write, on the device; `nothing` (empty) for a pool that is not known.
@@ -171,6 +174,23 @@ class VllmStates:
                 recorder.states_hashed("copy", pool, moved)
 
         wrap_method(self._kernels, "run_fused_precopy", on_copies, on_fault)
+
+
+def _goes_on(metadata: Any, prefix: Int64Array) -> BoolArray:
+    """Say of each request, `[bs]`, whether its layers begin with the state that lies in its block.
+
+    Where metadata do not say it, it is who has a prefix of tokens, `prefix` `[bs]`.
+    """
+    found: BoolArray = prefix > 0
+    decodes = getattr(metadata, "num_decodes", None)
+    if not isinstance(decodes, int) or not 0 <= decodes <= prefix.size:
+        return found
+    said = getattr(metadata, OF_DECODES, None)
+    found[:decodes] = True if said is None else own_int64(said[:decodes]) != 0
+    flags = next((part for name in OF_PREFILLS if (part := getattr(metadata, name, None)) is not None), None)
+    if flags is not None and len(flags) >= prefix.size - decodes:
+        found[decodes:] = own_int64(flags[: prefix.size - decodes]) != 0
+    return found
 
 
 def _blocks(metadata: Any) -> list[Any]:
