@@ -124,6 +124,7 @@ class Recording:
         self.kv = group_shadows(header, kv_sources or {}, backend=backend)
         self.state = StateShadow(header, backend=backend)
         self._recurrent = RecurrentCapture(header, state_sources or {}, privacy, backend)
+        header = dataclasses.replace(header, states=self._recurrent.with_zeros())
         self._kv_watch_every = kv_watch_every
         self._privacy = privacy
         # Wall-clock time that cannot run backwards: one reading of the clock, then the monotonic one.

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.ops.state_hash.reference import state_hashes
 from ..state.recurrent import CLEAR, COPY, SAVE, STEP
-from ..trace.header import TraceHeader
+from ..trace.header import StatePool, TraceHeader
 from .host_arrays import as_rows, own_int64
 from .privacy import Privacy
 
@@ -158,14 +159,25 @@ class RecurrentCapture:
         """Let go of the engine's tensors."""
         self._sources.clear()
 
+    def with_zeros(self) -> tuple[StatePool, ...]:
+        """Return the header's pools with the hash of a slot of zeros, of those whose slots are read here."""
+        return tuple(
+            replace(pool, zeros=self._hash_of([np.zeros_like(row) for row in self._rows(number, 0)]))
+            for number, pool in enumerate(self._pools)
+        )
+
     def _hash(self, pool: int, slot: int) -> int:
         """Return the hash of a slot's bytes, 0 if there are none to read."""
         if not 0 <= slot < self._pools[pool].num_slots:
             raise ValueError(f"slot {slot} of state pool {pool}, expected 0 to {self._pools[pool].num_slots - 1}")
-        parts = self._sources.get(pool, ())
-        if not parts:
+        return self._hash_of(self._rows(pool, slot))
+
+    def _rows(self, pool: int, slot: int) -> list[ByteArray]:
+        return [_leading(part[slot], self._pools[pool].hashed_bytes) for part in self._sources.get(pool, ())]
+
+    def _hash_of(self, rows: list[ByteArray]) -> int:
+        if not rows:
             return 0
-        rows = [_leading(part[slot], self._pools[pool].hashed_bytes) for part in parts]
         found = state_hashes(parts=rows, num_slots=1, slots=_FIRST, backend=self._backend)
         return self._kept(int(found[0]))
 

@@ -160,7 +160,10 @@ class StateSlots:
         seen by the bytes that another's state is still there.
         """
         event, writer, position, theirs, wrote = state.tolist()
-        if forward.prefix_lens[request] <= 0 and not (found and found == wrote and self._is_only(pool, wrote)):
+        zeros = self._header.states[pool].zeros
+        if forward.prefix_lens[request] <= 0 and found != wrote and found and zeros:
+            return "not_zeroed" if found != zeros else ""
+        if forward.prefix_lens[request] <= 0 and not (found and found == wrote and self._of_one(pool, wrote)):
             return ""
         if position == _NOBODYS:
             return "padding" if forward.prefix_lens[request] > 0 else ""
@@ -174,9 +177,11 @@ class StateSlots:
             return "other_prefix"
         return "changed_bytes" if wrote and found and wrote != found else ""
 
-    def _is_only(self, pool: int, wrote: int) -> bool:
-        """Say whether bytes, by their hash, were left in one slot alone, and are not those of a slot that was zeroed."""
-        return wrote != self.cleared[pool, 0] and int((self.slots[pool][:, STATE_HASH] == wrote).sum()) == 1
+    def _of_one(self, pool: int, wrote: int) -> bool:
+        """Say whether bytes, by their hash, were left by one request alone, and are not those of a slot that was zeroed."""
+        slots = self.slots[pool]
+        left_by = np.unique(slots[slots[:, STATE_HASH] == wrote, STATE_REQUEST])
+        return wrote not in (self.cleared[pool, 0], self._header.states[pool].zeros) and len(left_by) == 1
 
     def _chains(self, forward: Forward, truth: Truth) -> tuple[Int64Array, Int64Array]:
         """Return the chain of each request's prefix and of that with what the forward adds, `[bs]` each; 0 for unknown."""

@@ -17,6 +17,7 @@ SAID: Final = {  # by cause
     "padding": "it is padding's, which is nobody's",
     "cleared": "its bytes are those of a slot that was zeroed, and nobody was seen to fill it",
     "left_as_it_was": "the forward left it as it was, with another token computed",
+    "not_zeroed": "it has no tokens yet, and its bytes are not zeros",
     "begun_anew": "it began with no state",
     "same_forward": "another request of the forward writes it, too",
 }

@@ -50,6 +50,7 @@ FINDING_CAUSES = {
     "other_position": "the state is that of the request's own prefix at another position",
     "changed_bytes": "the bytes are not those that were left there",
     "padding": "the recurrent state is that of padding's slot, which is nobody's",
+    "not_zeroed": "a request that has no tokens yet began with a state that is not one of zeros",
     "begun_anew": "a request that has tokens already began with no state",
     "left_as_it_was": "the forward computed a token, and left the state as it was",
     "cleared": "the state is one of zeros, and nobody was seen to fill its slot",

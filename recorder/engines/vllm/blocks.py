@@ -186,13 +186,11 @@ class BlockHistory:
                 self.freed(group, blocks if index >= 0 else self._of_group(group, blocks), name)
 
     def _of_group(self, group: VllmGroup, blocks: list[Any]) -> list[Any]:
-        """Return those of some blocks that are known to be a group's."""
-        cached = self._cached
-        return [
-            b
-            for b in blocks
-            if len(self._groups) == 1 or (b.block_id in cached and cached[b.block_id].group == group.index)
-        ]
+        """Return those of some blocks that are known to be a group's; groups share a pool."""
+        if len(self._coordinator.single_type_managers) == 1:
+            return blocks
+        found = ((block, self._cached.get(block.block_id)) for block in blocks)
+        return [block for block, known in found if known is not None and known.group == group.index]
 
     @around
     def _on_evict(self, block: Any, *_args: Any, **_kwargs: Any) -> Around:
