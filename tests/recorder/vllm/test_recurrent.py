@@ -160,3 +160,27 @@ def test_on_a_device_nothing_is_read_and_padding_behind_the_decodes_is_left_out(
     gone = states.without(header, "it waits")
     assert (gone.states, [entry.reason for entry in gone.not_watched]) == ((), ["it waits"])
     assert states.on_device({}, 1, nothing) == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "reads"),
+    [
+        ({}, [4, -1, 5, -1]),  # linear attention, by prefixes
+        ({"num_decodes": 2}, [4, 2, 5, -1]),  # a decode begins with what lies there
+        ({"num_decodes": 2, "has_initial_states_p": torch.tensor([False, True])}, [4, 2, -1, 6]),
+        ({"num_decodes": 2, "prefill_has_initial_state": torch.tensor([True, True])}, [4, 2, 5, 6]),
+        ({"num_decodes": 2, "has_initial_states_d": torch.tensor([True, False, True])}, [4, -1, 5, -1]),
+        ({"num_decodes": 9}, [4, -1, 5, -1]),
+        ({"num_decodes": 0, "has_initial_states_p": torch.tensor([True])}, [4, -1, 5, -1]),
+    ],
+)
+def test_metadata_say_who_begins_with_the_state_that_lies_in_its_block(said: dict[str, Any], reads: list[int]) -> None:
+    states = VllmStates(runner())
+    states.add(1, GROUP, spec(), BLOCKS)
+    layer, blocks = GROUP.layer_names[0], torch.tensor([4, 2, 5, 6])
+    step = SimpleNamespace(
+        given={layer: SimpleNamespace(state_indices_tensor=blocks, **said)}, prefix=np.array([3, 0, 7, 0])
+    )
+    ((given, _, _),) = states.beside([(forward(3, 0, 7, 0), (), np.arange(4))], step)
+    assert given.states[0].reads.tolist() == reads
+    assert given.states[0].writes.tolist() == [4, 2, 5, 6]
