@@ -41,6 +41,7 @@ def slots_are_looked_up_behind_the_end_of_a_narrow_row(fired: Fired) -> None:
     "slot_mapping",
     "prefix_not_computed",
     origin="vLLM Ascend",
+    late="what a chunk reads of itself is not looked at",
 )
 def chunk_behind_the_prompt_is_taken_for_a_decode(fired: Fired) -> None:
     """Whether a request is past its prefill is told by its prompt's length. One that was preempted computes what it has answered, too, and a chunk that begins behind its prompt
