@@ -165,6 +165,8 @@ class SglangAttachment(EngineAttachment):
         self._wrap(recording.target.req_to_token_pool, "free", recording.on_row_free)
         for name, hook in (recording.states.hooks() if recording.states is not None else {}).items():
             self._wrap(recording.target.req_to_token_pool.mamba_pool, name, hook, "states")
+        for name, hook in recording.adapters.hooks().items():
+            self._wrap(recording.adapters.backend, name, hook, "adapters")
         if recording.follows_slots:
             recording.keep_history(scheduler.token_to_kv_pool_allocator)
             for history in recording.histories:

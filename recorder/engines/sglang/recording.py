@@ -19,6 +19,7 @@ from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
 from ..common.injecting import recorder_class
+from .adapters import BatchAdapters
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised
 from .inside import Expected, InsideModels
@@ -90,6 +91,7 @@ class SglangRecording:
         self.retracting = False
         self.restores = True  # whether what is retracted meanwhile gets its KV back
         self.batches = BatchLookup(self.requests)
+        self.adapters = BatchAdapters(self.target)
         self.results = StepResults(self.recorder, self.batches)
         self._layers = layers
         self._begun_inside = False
@@ -170,6 +172,8 @@ class SglangRecording:
         """
         rids = batch.rids if not self.members else [*(batch.rids or ()), *self.members]
         known = self.batches.of(rids, bs)
+        if layout.sampled:
+            known = self.adapters.of(batch, known)
         if getattr(batch, "spec_info", batch) is not None:  # a speculative worker may append what it has verified
             self.results.moment += 1
         if self._tree and (batch.forward_mode.name == "TARGET_VERIFY" or not (layout.sampled or _extends(batch))):
@@ -212,6 +216,8 @@ class SglangRecording:
             forward_mode=forward_mode,
             states=self.states if self._begun_inside and layout.sampled else None,
         )
+        if known.identity:
+            given = dataclasses.replace(given, identity=known.identity)
         for history in self.histories:
             self.record_written(history, layout, given)
         recorder.before_forward(given)
@@ -227,7 +233,8 @@ class SglangRecording:
         """Record a forward whose model has been called with `batch`; return what completes it after the last layer."""
         recorder: Any = self.recorder
         self._outside, self._begun_inside = None, True
-        self._on_host(batch, layout, self.batches.of(outer.rids, batch.req_pool_indices.numel()), forward_mode)
+        known = self.adapters.of(outer, self.batches.of(outer.rids, batch.req_pool_indices.numel()))
+        self._on_host(batch, layout, known, forward_mode)
 
         def look() -> None:
             attention = attention_input(model_runner, batch, mode_of(forward_mode), layout, self.layout)

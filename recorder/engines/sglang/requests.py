@@ -207,8 +207,10 @@ class KnownBatch:
     """The requests of a batch of `rows` rows, padding included; a `ForwardRequests`.
 
     `outputs` are the lists to which the scheduler appends what it samples, None if a request is not known; `lens` is
-    how many tokens each of them had at `moment`.
+    how many tokens each of them had at `moment`. `identity` names those that another's adapter computes, as `ForwardInput` does.
     """
+
+    identity: Sequence[IdentityValue] = ()
 
     def __init__(self, rids: Sequence[str], rows: int, requests: SglangRequests) -> None:
         self.rids = list(rids)

@@ -79,6 +79,21 @@ def forget_adapters() -> None:
     Req.__init__ = without
 
 
+def mix_up_adapters() -> None:
+    """Give the requests of a batch one another's adapters."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    prepare = LoRAManager.prepare_lora_batch
+
+    def turned(self: Any, batch: Any) -> None:
+        own = batch.lora_ids
+        batch.lora_ids = [*own[1:], *own[:1]]
+        prepare(self, batch)
+        batch.lora_ids = own
+
+    LoRAManager.prepare_lora_batch = turned
+
+
 OVERLAP: dict[str, Any] = {"disable_overlap_schedule": False}
 SMALL: dict[str, Any] = {"max_total_tokens": 200}
 EMBEDDED: dict[str, Any] = {"disable_radix_cache": True, "dtype": "bfloat16", "chunked_prefill_size": 256}
@@ -138,6 +153,9 @@ KINDS: dict[str, Kind] = {
     "updated": Kind(run=updated),
     "adapters-key-without": Kind(
         run=adapters, options=LORA, tokens=False, canary=False, fault=forget_adapters, finds=("identity",)
+    ),
+    "adapters-of-one-another": Kind(
+        run=adapters, options=LORA, tokens=False, canary=False, fault=mix_up_adapters, finds=("computed_otherwise",)
     ),
     "updated-no-flush": Kind(run=updated_without_a_flush, finds=("identity",)),
     "several": Kind(run=several),

@@ -1,0 +1,53 @@
+"""Which LoRA adapter SGLang's layers compute a request with: what lies in the place that they are given for it.
+
+A batch's requests are given places of a pool of adapters when the batch is made; what lies in a place is looked at when the
+batch runs. Whoever is computed with another adapter than its own is said so with the forward; of weights in a place, that they
+are the adapter's, nothing is known.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from ...capture.privacy import IdentityValue
+from ..common.hooking import Finish, Hook
+from .forward import mode_of
+from .requests import KnownBatch
+
+
+class BatchAdapters:
+    """Follows one runner's adapters; `hooks` go around what hands a batch's places to the layers."""
+
+    def __init__(self, model_runner: Any) -> None:
+        manager = getattr(model_runner, "lora_manager", None)
+        self._pool: Any = getattr(manager, "memory_pool", None)
+        self.backend: Any = getattr(manager, "lora_backend", None)
+        self._given: tuple[ref[Any], list[int]] | None = None
+
+    def hooks(self) -> dict[str, Hook]:
+        """Return the hooks around the backend's functions, by their names; none without adapters."""
+        known = hasattr(self._pool, "buffer_id_to_uid") and hasattr(self.backend, "prepare_lora_batch")
+        return {"prepare_lora_batch": self.on_prepare} if known else {}
+
+    def on_prepare(self, batch: Any, weight_indices: Sequence[int], *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Take note of the places that a batch's requests are given."""
+        self._given = ref(batch), list(weight_indices)
+        return None
+
+    def of(self, batch: Any, known: KnownBatch) -> KnownBatch:
+        """Return a batch's requests, with those that another's adapter computes, if there are any."""
+        if self._given is None or self._given[0]() is not batch or len(known.requests) > len(self._given[1]):
+            return known
+        lens = getattr(batch, "extend_seq_lens_cpu", None) if mode_of(batch.forward_mode) != "decode" else None
+        held_by, others = dict(enumerate(self._pool.buffer_id_to_uid)), []
+        for place, (one, index) in enumerate(zip(known.requests, self._given[1], strict=False)):
+            held, own = held_by.get(index, ...), getattr(one.req, "lora_id", None) or ""
+            name = held if isinstance(held, str) else "" if held is None else "an empty place"
+            if name != own:
+                others.append(IdentityValue("adapter", name, place, 1 if lens is None else int(lens[place])))
+        if not others:
+            return known
+        found = copy.copy(known)
+        found.identity = others
+        return found

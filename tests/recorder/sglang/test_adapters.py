@@ -1,0 +1,115 @@
+"""Which LoRA adapter the layers compute a request with, on the host and on a device."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvcanary.kernels.capture import model_forward
+from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
+from kvcanary.recorder.process.settings import RecordingSettings
+from kvcanary.recorder.trace.reader import read_trace
+from kvcanary.replayer.run.replay import replay
+from kvcanary.replayer.run.settings import ReplaySettings
+
+from .fake_engine import SLOTS, ForwardBatch, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
+
+PLACES = [None, "first", "second", object()]  # of the pool of adapters, the last one empty
+pytestmark = pytest.mark.usefixtures("process_goes_on")
+
+
+class Backend:
+    def prepare_lora_batch(self, batch: Any, weight_indices: list[int], *_: Any) -> None:
+        pass
+
+
+class Adapters:
+    """A manager of adapters whose batches get the places that `turn` makes of the right ones."""
+
+    def __init__(self, turn: Any) -> None:
+        self.memory_pool = SimpleNamespace(buffer_id_to_uid=list(PLACES))
+        self.lora_backend, self.turn, self.names = Backend(), turn, {}
+
+    def begin(self, batch: Any) -> None:
+        places = [PLACES.index(self.names[rid]) for rid in batch.rids]
+        self.lora_backend.prepare_lora_batch(batch, self.turn(places), [], [])
+
+
+def recorded(folder: Path, patch: pytest.MonkeyPatch, turn: Any) -> Path:
+    """Serve three requests, of two adapters and of none, whose batches get places as `turn` has it; return the trace."""
+    patch.setattr(sglang_attachment, "not_applied", list)
+    attached = hooked(patch, RecordingSettings(folder=folder))
+    runner = ModelRunner()
+    adapters = runner.lora_manager = Adapters(turn)
+    init = ForwardBatch.init_new.__func__
+
+    def init_new(cls: Any, batch: Any, model_runner: Any) -> Any:
+        made = init(cls, batch, model_runner)
+        made.extend_seq_lens_cpu = made.extend_seq_lens.tolist()
+        adapters.begin(made)
+        return made
+
+    patch.setattr(ForwardBatch, "init_new", classmethod(init_new))
+    scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
+    requests = [Request(name or "none", [5, 6, 7 + n], new_tokens=3) for n, name in enumerate(PLACES[:3])]
+    for request, name in zip(requests, PLACES[:3], strict=True):
+        request.lora_id = name
+        adapters.names[request.rid] = name
+    while any(not request.finished() for request in requests):
+        scheduler.step([request for request in requests if not request.finished()])
+    recorder = attached.recording.recorder
+    recorder.close()
+    return recorder.path
+
+
+def said(trace: Path) -> list[list[tuple[int, int]]]:
+    """Return of each forward which of its requests are computed otherwise, and how many of their tokens."""
+    forwards = [event for event in read_trace(trace) if event.kind == "forward"]
+    return [
+        list(zip(e.ints("identity_start").tolist(), e.ints("identity_count").tolist(), strict=True)) for e in forwards
+    ]
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def on_either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        request.getfixturevalue("on_a_gpu")
+        monkeypatch.setattr(model_forward, "PROGRAMS", 4)
+        monkeypatch.setattr(model_forward, "TILE", 32)
+
+
+@pytest.mark.usefixtures("on_either")
+def test_a_request_that_gets_its_own_adapter_is_said_nothing_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = recorded(tmp_path, monkeypatch, list)
+    assert not any(said(trace))
+    assert replay(trace, settings=ReplaySettings(), report=None).verdict.value == "clean"
+
+
+@pytest.mark.usefixtures("on_either")
+@pytest.mark.parametrize(
+    ("turn", "whose"),
+    [
+        (lambda places: [*places[1:], *places[:1]], [0, 1, 2]),
+        (lambda places: [0 for _ in places], [1, 2]),
+        (lambda places: [places[0], *[3 for _ in places[1:]]], [1, 2]),
+    ],
+)
+def test_a_request_that_another_s_adapter_computes_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: Any, whose: list[int]
+) -> None:
+    trace = recorded(tmp_path, monkeypatch, turn)
+    extend, *decodes = said(trace)
+    assert extend == [(place, 3) for place in whose]
+    assert decodes and all(one == [(place, 1) for place in whose] for one in decodes)
+    summary = replay(trace, settings=ReplaySettings(), report=None)
+    assert summary.verdict.value == "corrupt"
+    assert summary.findings_by_kind["computed_otherwise"] == len(whose)
+
+
+def test_a_batch_whose_places_nobody_was_told_is_said_nothing_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = recorded(tmp_path, monkeypatch, lambda places: places[:1])
+    assert not any(said(trace))
