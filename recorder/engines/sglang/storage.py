@@ -19,11 +19,13 @@ from ...capture.host_arrays import CopyEnds, own_int64
 from ..common.hooking import Around, Hook, beside
 
 HELD: Final = 4  # times as many pages of a storage as the host's pool has are followed
+MAX_PAGES: Final = 1 << 18  # and no more than these, whose keys the recorder keeps
 
 
 def storage_slots(controller: Any, host_slots: int) -> int:
     """Return how many slots behind the host's are for what lies in a storage, 0 if there is none."""
-    return HELD * host_slots if getattr(controller, "enable_storage", False) else 0
+    most = MAX_PAGES * int(getattr(controller, "page_size", 1) or 1)
+    return min(HELD * host_slots, most) if getattr(controller, "enable_storage", False) else 0
 
 
 class Move(NamedTuple):
@@ -51,13 +53,12 @@ class Storage:
     ) -> None:
         self.page_size = page_size
         self._hashes, self._moved = hashes, moved
-        self._free = list(range(first_slot, first_slot + num_slots // page_size * page_size, page_size))
+        self._unused = iter(range(first_slot, first_slot + num_slots // page_size * page_size, page_size))
+        self._given_up: list[int] = []  # places whose keys are forgotten
         self._places: OrderedDict[str, int] = OrderedDict()  # of keys, the one stored longest ago first
         self._strange: set[int] = set()
         self._moves: deque[Move] = deque()
-        self._coming: deque[list[int]] = (
-            deque()
-        )  # pages of fetches that are under way, or not recorded yet, oldest first
+        self._coming: list[list[int]] = []  # pages of fetches that are under way, or not recorded yet
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hooks around the controller's functions that store and fetch pages, by their names."""
@@ -106,12 +107,17 @@ class Storage:
         for i, key in enumerate(move.keys):
             place = self._places.pop(key, -1)
             if known[i]:
-                if place < 0:
-                    place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
-                self._places[key] = places[i] = place
+                self._places[key] = places[i] = self._place() if place < 0 else place
             elif place >= 0:
-                self._free.append(place)
+                self._given_up.append(place)
         self._record(move, places)
+
+    def _place(self) -> int:
+        """Return a place for another key: an unused one, or that of the key that was stored longest ago."""
+        if self._given_up:
+            return self._given_up.pop()
+        place = next(self._unused, None)
+        return self._places.popitem(last=False)[1] if place is None else place
 
     def _fetch(self, move: Move) -> None:
         self._coming.remove(move.host.tolist())
