@@ -37,11 +37,15 @@ class BatchAdapters:
 
     def of(self, batch: Any, known: KnownBatch) -> KnownBatch:
         """Return a batch's requests, with those that another's adapter computes, if there are any."""
-        if self._given is None or self._given[0]() is not batch or len(known.requests) > len(self._given[1]):
+        if self._given is None:
+            return known
+        given: Any = self._given[0]()
+        places = self._given[1]
+        if given is not batch or len(known.requests) > len(places):
             return known
         lens = getattr(batch, "extend_seq_lens_cpu", None) if mode_of(batch.forward_mode) != "decode" else None
         held_by, others = dict(enumerate(self._pool.buffer_id_to_uid)), []
-        for place, (one, index) in enumerate(zip(known.requests, self._given[1], strict=False)):
+        for place, (one, index) in enumerate(zip(known.requests, places, strict=False)):
             held, own = held_by.get(index, ...), getattr(one.req, "lora_id", None) or ""
             name = held if isinstance(held, str) else "" if held is None else "an empty place"
             if name != own:
