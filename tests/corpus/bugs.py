@@ -28,6 +28,7 @@ ROUNDS = (
     "seventeenth_round",
     "eighteenth_round",
     "nineteenth_round",
+    "twentieth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -126,4 +126,5 @@ ROUND_NOTES = (
             "observed since: who begins with the state that lies in its block, and what lets a shared block go."
         ),
     ),
+    ("e94f4db", ""),
 )

@@ -41,6 +41,7 @@ SETUPS = {
     "llama-async": ("llama", {"async_scheduling": True}),
     "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
     "sliding": ("sliding", {}),
+    "sliding-churn": ("sliding", {"max_num_seqs": 3}),
     "hybrid": ("hybrid", {}),
     "hybrid-preempt": ("hybrid", {"num_gpu_blocks_override": 22}),
     "llama-eagle": ("llama", {**EAGLE, "max_num_batched_tokens": 64}),
@@ -52,6 +53,10 @@ SETUPS = {
     "llama-loads-salts": ("llama", {"kv_transfer_config": LOADS}),
     "llama-loads-wide": ("llama", {"kv_transfer_config": LOADS, "max_num_batched_tokens": 128}),
     "hybrid-loads": ("hybrid", {"kv_transfer_config": LOADS}),
+    "llama-loads-fails": (
+        "llama",
+        {"kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "sync", "fail_every": 1}}},
+    ),
     "llama-loads-late": (
         "llama",
         {
@@ -66,12 +71,14 @@ SETUPS = {
     ),
     "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-loads-back": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
+    "llama-weights-running": ("llama", {}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
     "recurrent-ones": ("lfm2", {}),
+    "recurrent-little": ("lfm2", {}),
     "delta": ("qwen3_next", {"dtype": "bfloat16"}),
     "delta-units": ("qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
@@ -162,6 +169,8 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-loads-two":  # that have nothing in common and come again together
         prompts[1], prompts[3] = tokens(70), tokens(75)
         batches = [prompts, [prompts[1] + tokens(3), prompts[3] + tokens(5), *again]]
+    if setup == "llama-loads-fails":  # one that loads, and one that joins it in the same step
+        batches = [prompts, [shared + tokens(3), shared[:68] + tokens(5)], again]
     if setup == "llama-loads-alone":  # one that waits for its load while nothing else runs
         prompts[1] = tokens(70)
         batches = [prompts, [prompts[1] + tokens(3)], again]
@@ -171,6 +180,8 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [prompts[0][:48] + tokens(30), shared[:20] + tokens(40)], again]
     if setup == "recurrent-short":  # that have a token more than what they hit
         batches = [prompts, [shared[:65], shared[:33]], again]
+    if setup == "recurrent-little":  # the first of which fits in a block with its answer
+        batches = [[tokens(9), *prompts], again]
     if setup == "llama-aborts":  # two that begin alike, one of which is aborted, and others that want all blocks
         batches = [[shared + tokens(6), shared + tokens(12), *(tokens(80 + i) for i in range(5))], again]
     if setup == "recurrent-ones":  # of a single token, when others have used the slots
@@ -210,6 +221,9 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "llama-aborts":
             outputs += with_aborts(llm, number, given, sampling)
             continue
+        if setup == "llama-weights-running":
+            outputs += with_new_weights(llm, number, given, sampling)
+            continue
         outputs += [
             list(o.outputs[0].token_ids)
             for o in llm.generate(given, sampling, use_tqdm=False, lora_request=lora[number])
@@ -229,6 +243,28 @@ def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[li
             break
         if step == 6:
             engine.abort_request([f"{number}-0"])
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_new_weights(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:
+    """Answer prompts step by step; the first ones get new weights while they run, and another that begins as they do."""
+    import torch
+
+    engine, answers = llm.llm_engine, {}
+    for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(f"{number}-{i}", prompt, one)
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if step == 10 and number == 0:
+            new = torch.randn(96, generator=torch.Generator().manual_seed(7))
+            weights = ("model.layers.0.input_layernorm.weight", new)
+            llm.apply_model(lambda model, new=weights: model.load_weights([new]))
+            llm.reset_prefix_cache(reset_running_requests=True)
+        if step == 12 and number == 0:
+            again = {"prompt_token_ids": prompts[0]["prompt_token_ids"][:70]}
+            engine.add_request(f"{number}-again", again, sampling[1].clone())
         answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
     return [answers[name] for name in sorted(answers)]
 
