@@ -132,27 +132,29 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
         last = cluster.last(sign, "free", "evict")
         return Held.EVICTED if last is not None and last.what == "evict" else Held.FREED
     held = Held.NEVER if history or cluster.complete else Held.UNKNOWN
-    holder, gone = -1, False  # whom it was given to last and who has it still; whether the cache has given it up
+    # Whom it was given to last and who has it still; whether the cache has given it up, and whether nobody has it since.
+    holder, gone, free = -1, False, False
     again, own = cluster.facts.retracted_before(sign.request_id, sign.event), cluster.wrote(sign)
     wrote = own[0] if own is not None and own[1] == sign.slot else sign.event
     for fact in history:
         mine, holds = fact.request_id == sign.request_id, held in _HOLDS
-        if mine and held in (Held.EVICTED, Held.GAVE_UP, Held.FREED) and wrote < fact.event and not again:
+        lost = held in (Held.EVICTED, Held.GAVE_UP, Held.FREED)
+        if mine and lost and wrote < fact.event and not again and fact.what != "shared":
             continue  # given anew while it ran, for another position: what it wrote there before is lost all the same
         if fact.what == "alloc":
             twice = (
                 holds and not again if mine and holder == sign.request_id else cluster.allocations_told and holder != -1
             )
             held = (Held.TWICE if twice else Held.OWN) if mine else Held.GIVEN_ANEW if holds else held
-            holder = fact.request_id
+            holder, free = fact.request_id, False
         elif fact.what == "shared" and mine:
-            held = Held.JOINED_GONE if gone else Held.JOINED
+            held = Held.JOINED_GONE if gone or free else Held.JOINED
         elif fact.what in ("cached", "loaded", "received", "copied"):
-            gone = False
+            gone = free = False
         elif fact.what == "let_go" and holds:
             held = Held.GAVE_UP if mine else Held.FREED
         elif fact.what in ("free", "evict"):
-            gone, holder = gone or fact.what == "evict", -1
+            gone, free, holder = gone or fact.what == "evict", True, -1
             if holds and (fact.what == "evict" or mine or fact.request_id < 0):
                 held = Held.EVICTED if fact.what == "evict" else Held.GAVE_UP if mine else Held.FREED
     return held

@@ -66,6 +66,7 @@ def slots_of_a_mixed_batch_are_cut_anew_by_its_rows(fired: Fired) -> None:
     "position_off",
     "async_resume_wrong_input",
     "prefix_not_computed",
+    late="that a resumed request is extended by less than it has is not looked at",
 )
 def resumed_request_is_extended_by_its_prompt_alone(fired: Fired) -> None:
     """How many tokens a retracted request has to compute anew is counted from its prompt, without what it has answered. It goes on behind its prompt as if it had said nothing, and

@@ -97,7 +97,7 @@ def block_that_stands_for_none_is_freed(fired: Fired) -> None:
     before_forward(lambda runner, output: len(holders & set(output.num_scheduled_tokens)) > 1 and fired())
 
 
-@bug("vllm-project/vllm#37827", "llama-loads-fails", "failed_load_counted_loaded")
+@bug("vllm-project/vllm#37827", "llama-loads-fails", "failed_load_counted_loaded", reads=31)
 def sharer_of_a_block_that_did_not_come_goes_on(fired: Fired) -> None:
     """A load fails, and the request that asked for it computes the block itself. Another one has joined the same block in the same step, and whoever finds the block marked
     already is passed over: what it has computed with what lay there is kept."""
@@ -134,6 +134,7 @@ def sharer_of_a_block_that_did_not_come_goes_on(fired: Fired) -> None:
     "cache_kept_over_new_weights",
     "computed_with_other_weights",
     origin="SkyRL",
+    late="who runs on with what older weights have made is not judged",
 )
 def cache_is_not_emptied_while_somebody_runs(fired: Fired) -> None:
     """New weights come while requests run, and the prefix cache is to be emptied. Whoever asks for it does not say that those who run are to be put back, and it is refused

@@ -5,6 +5,7 @@ import json
 import pytest
 from kvcanary.recorder.state.apply import RecordedState
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
+from kvcanary.recorder.trace.schema import SLOT_HISTORIES
 
 from .scene import Part, Scene, told
 
@@ -149,3 +150,28 @@ def test_what_another_request_of_the_batch_computes_anew_is_not_what_failed(make
     scene.table[2, :2] = [3, 4]
     scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), Part(request=8, row=2, prefix=2, slots=(5,)))
     assert scene.judge("failed_load_read") == []
+
+
+@pytest.mark.parametrize("promised", SLOT_HISTORIES)
+@pytest.mark.parametrize("goes", ["on", "back", "on from before", "back to the queue"])
+def test_what_was_computed_from_a_load_that_fails_is_computed_anew(make_scene, promised: str, goes: str) -> None:
+    scene = make_scene(told=promised)
+    scene.start(7, 1, [3, 4])
+    scene.alloc(7, [5, 6, 8])
+    scene.transfer("end", "receive", [3], request=7)
+    scene.forward(Part(request=7, row=1, prefix=2, slots=(5, 6)))
+    failed = scene.transfer("failed", "receive", [3], request=7)
+    another = Part(request=8, row=2, prefix=0, slots=(3,))  # computes what did not come
+    if goes == "back to the queue":
+        scene.status(7, "retracted", 1)
+        scene.status(7, "admitted", 1)
+    if goes == "back":
+        scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5, 6)))
+    elif goes == "on from before":
+        scene.forward(Part(request=7, row=1, prefix=2, slots=(5, 6)), another)
+    else:
+        scene.forward(Part(request=7, row=1, prefix=4, slots=(8,)), another)
+    scene.forward(Part(request=7, row=1, prefix=4, slots=(8,)))
+    rows = [row for row in scene.judge("failed_load_read") if "computed" in row["detail"]]
+    assert [(row["forward"], row["slot"], row["position"]) for row in rows] == ([(2, 3, 2)] if goes == "on" else [])
+    assert all(f"event {failed}" in row["detail"] for row in rows)
