@@ -21,7 +21,8 @@ NOBODY: Final = -1
 class Fact:
     """One thing that happened to a slot.
 
-    `what` is alloc, shared, cached, let_go (the cache has it alone now), free, evict, written, padded (by a padding token), copied (into it, in the pool),
+    `what` is alloc, shared, cached, let_go (the cache has it alone now), free, evict, written, padded (by a padding token),
+    copied (into it, in the pool),
     loaded (from the host), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent,
     receiving, received, receive_failed, or changed (its bytes, without a write).
     `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, a

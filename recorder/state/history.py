@@ -226,10 +226,11 @@ class LastSamples:
 class SlotHistory:
     """Who holds which slot and row, as far as it was recorded.
 
-    `complete`: the trace promises to report every slot, `tells` asks for less; `known`: the event being read, None for one that says nothing about
-    slots; `last_forward`: the last forward's number, -1 before the first; `had_gap`: something was lost; `ended`: the requests
-    that are gone, with the event that said so; `samples`: what was sampled last for each row; `fed_since`: the forwards behind
-    the one whose samples the event reports; `dropped`: what requests still held when it left their rows, moved on by who judges.
+    `complete`: the trace promises to report every slot, `tells` asks for less; `known`: the event being read, None for one
+    that says nothing about slots; `last_forward`: the last forward's number, -1 before the first; `had_gap`: something was
+    lost; `ended`: the requests that are gone, with the event that said so; `samples`: what was sampled last for each row;
+    `fed_since`: the forwards behind the one whose samples the event reports; `dropped`: what requests still held when it
+    left their rows, moved on by who judges.
     """
 
     def __init__(self, header: TraceHeader, *, backend: str) -> None:

@@ -84,9 +84,8 @@ class HistoryCheck:
 
     `kind` is the kind of its findings and its name, `finds` what a finding says, in a sentence; `covered` says by which faster
     ways of replaying it finds the same, every forward is stepped if it does not say; `events` are the kinds of event, beside
-    forwards, that `event` looks at; it is silent unless
-    the trace promises at least as much of the slots' history as `needs`. What
-    it finds is a list or a generator, taken to its end before anything else happens.
+    forwards, that `event` looks at; it is silent unless the trace promises at least as much of the slots' history as `needs`.
+    What it finds is a list or a generator, taken to its end before anything else happens.
     """
 
     kind: ClassVar[str] = ""

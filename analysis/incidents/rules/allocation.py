@@ -27,14 +27,9 @@ def double_free(cluster: Cluster) -> Diagnosis | None:
 
 def freed_under_the_cache(cluster: Cluster, again: Sign) -> Fact | None:
     """Return what gave back a slot that the prefix cache evicted afterwards, where a trace does not say what the cache has."""
-    last = [fact for fact in cluster.history(again) if fact.what in ("free", "evict")]
-    if cluster.complete or len(last) < 2 or last[-1].what != "evict" or last[-2].what != "free":
-        return None
-    return (
-        last[-2]
-        if not any(fact.what == "alloc" and fact.event > last[-2].event for fact in cluster.history(again))
-        else None
-    )
+    moves = [fact for fact in cluster.history(again) if fact.what in ("alloc", "free", "evict")]
+    found = not cluster.complete and [fact.what for fact in moves[-2:]] == ["free", "evict"]
+    return moves[-2] if found else None
 
 
 @rule("a held page was given out", branch="allocation")

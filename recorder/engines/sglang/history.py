@@ -55,9 +55,8 @@ class GroupHistory:
         self._with_given: Callable[..., None] = _read_now if device is None else device.with_next_forward
         # Bound once: each step would make them anew otherwise.
         self._note_given = self._given
-        self._pending: npt.NDArray[np.uint8] = np.zeros(
-            num_slots, np.uint8
-        )  # how often each was given out, not recorded yet
+        # How often each slot was given out, and is not recorded yet.
+        self._pending: npt.NDArray[np.uint8] = np.zeros(num_slots, np.uint8)
         self._free: list[Int64Array] = []  # slots that are free where the engine flushes its cache
         self._calls: OutermostCalls | None = None
 

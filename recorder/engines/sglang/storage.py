@@ -151,10 +151,5 @@ class Storage:
 def ends_of(move: Move) -> CopyEnds | None:
     """Return what lay at the ends of pages that went to a storage or came from there; the storage's own end is not read."""
     zeros = np.zeros_like(move.hashes)
-    if not move.hashes.any():
-        return None
-    return (
-        CopyEnds(move.hashes, zeros, zeros, zeros - 1)
-        if move.to_storage
-        else CopyEnds(zeros, move.hashes, zeros, zeros - 1)
-    )
+    left, came = (move.hashes, zeros) if move.to_storage else (zeros, move.hashes)
+    return CopyEnds(left, came, zeros, zeros - 1) if move.hashes.any() else None
