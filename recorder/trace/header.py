@@ -312,8 +312,8 @@ class TraceHeader:
     """Everything a reader must know before the first event.
 
     `run_id` is the same for all processes of one server, empty if they do not know of one another. `role` is "prefill" or
-    "decode" if the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict, hand-
-    over to the prefix cache and request status is recorded, "allocator" what the allocators give out and take back alone.
+    "decode" if the two are engines of their own. `slot_history` "complete" promises that every alloc, free, evict,
+    hand-over to the prefix cache and request status is recorded, "allocator" what the allocators give out and take back alone.
     `sweep_interval`: the prefix cache is walked every so many forwards of the first runner, 0 never. `tokens` is "hashed"
     if salted hashes stand in place of token ids; `salt_id` is the same for all traces hashed with one salt. `sampler`:
     every token was foretold, `oracle` only that a decode's inputs are the hash's. `segment` is None for a trace of one
