@@ -74,6 +74,7 @@ SETUPS = {
     "llama-weights-running": ("llama", {}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
+    "llama-embeds": ("llama", {"enable_prompt_embeds": True}),
     "llama-parts": ("llama", {"max_num_seqs": 3}),
     "recurrent": ("lfm2", {}),
     "recurrent-short": ("lfm2", {}),
@@ -218,6 +219,11 @@ def generate(setup: str, folder: Path) -> None:
         given = [{"prompt_token_ids": prompt} for prompt in batch]
         if setup.endswith("salts") and (number or setup != "llama-lora-salts"):
             given = [{**one, "cache_salt": f"tenant {i % 2 + number}"} for i, one in enumerate(given)]
+        if setup == "llama-embeds":  # all of them different
+            import torch
+
+            drawn = torch.Generator().manual_seed(number + 1)
+            given = [{"prompt_embeds": torch.randn(len(prompt), 96, generator=drawn)} for prompt in batch]
         if setup == "llama-aborts":
             outputs += with_aborts(llm, number, given, sampling)
             continue
