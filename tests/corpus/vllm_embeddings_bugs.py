@@ -1,4 +1,4 @@
-"""Bugs of prompts that are embeddings, in vLLM 0.32 on the CPU: what is embedded is not recorded, nor a hash of it."""
+"""A bug of prompts that are embeddings, in vLLM 0.32 on the CPU."""
 
 from bugs import Fired, bug, replaces
 from vllm_marks import when_allocated

@@ -1,6 +1,7 @@
 """What a request's KV depends on beside its tokens: the adapter and its weights, the cache salt, media, the model's weights."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -10,6 +11,9 @@ from ..common.hooking import Finish, OnFault, wrap_method
 from .step import StepForward, VllmRequest, VllmRequests
 
 MAX_HASHED_VALUES: Final = 1 << 14  # of each of an adapter's tensors, the first ones
+# Of a prompt of embeddings: how many tokens share a hash, at most, and how many values of each are hashed.
+EMBEDDED_TOKENS: Final = 16
+EMBEDDED_VALUES: Final = 16
 Say = Callable[[VllmRequest], None]  # records a request anew
 
 
@@ -27,6 +31,30 @@ def identity_of(request: Any) -> list[IdentityValue]:
             place = item.mm_position
             found.append(IdentityValue("media", item.mm_hash or item.identifier, place.offset, place.length))
     return found
+
+
+def embedded_in(request: Any, stretch: int) -> list[IdentityValue]:
+    """Return what a prompt of embeddings holds, as media that fill each `stretch` of tokens; nothing for one of tokens.
+
+    Of each token's embedding the first values are hashed, as floats.
+    """
+    embeds = getattr(request, "prompt_embeds", None)
+    if getattr(embeds, "ndim", 0) != 2:
+        return []
+    rows = embeds[:, :EMBEDDED_VALUES].float().cpu().numpy()
+    parts = [(start, rows[start : start + stretch]) for start in range(0, len(rows), stretch)]
+    hashes = (hashlib.blake2b(part.tobytes(), digest_size=16).hexdigest() for _, part in parts)
+    values = (IdentityValue("media", of, start, len(part)) for of, (start, part) in zip(hashes, parts, strict=True))
+    return [IdentityValue("media", ""), *values]
+
+
+def hit_unit(runner: Any) -> int:
+    """Return of how many tokens every prefix hit is a multiple, as far as it is known, `EMBEDDED_TOKENS` at most."""
+    groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", None) or ()
+    cache = getattr(runner, "cache_config", None)
+    sizes = [getattr(group.kv_cache_spec, "block_size", 1) for group in groups]
+    sizes += [getattr(cache, name, None) or 0 for name in ("prefix_match_unit", "hash_block_size")]
+    return math.gcd(EMBEDDED_TOKENS, *map(int, sizes))
 
 
 class Identities:
@@ -55,6 +83,7 @@ class Identities:
     def begin(self, known: VllmRequest, request: Any) -> None:
         """Take over a new request's identity, and record it."""
         known.declared, lora = identity_of(request), getattr(request, "lora_request", None)
+        known.declared += embedded_in(request, hit_unit(self._runner))
         known.adapter = int(lora.lora_int_id) if lora is not None else 0 if hasattr(request, "lora_request") else -1
         self._take(known)
 

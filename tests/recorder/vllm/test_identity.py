@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.capture.privacy import IdentityValue, chosen_identity
-from kvcanary.recorder.engines.vllm.identity import Identities, weights_hash
+from kvcanary.recorder.engines.vllm.identity import Identities, embedded_in, hit_unit, weights_hash
 from kvcanary.recorder.engines.vllm.step import VllmRequests
 
 
@@ -130,3 +130,27 @@ def test_tokens_that_layers_compute_with_anothers_adapter_are_said(engine: Any) 
     given = chosen_identity([IdentityValue(*plain), IdentityValue(*without)], [0, 2])
     assert [tuple(one) for one in given] == [("adapter", "", 1, 1)]
     assert not engine.faults
+
+
+def test_what_a_prompt_of_embeddings_holds_is_declared_as_far_as_a_hit_may_go() -> None:
+    rows = torch.arange(40 * 32, dtype=torch.bfloat16).reshape(40, 32)
+    other = rows.clone()
+    other[20, 3] += 64
+    found, theirs = (embedded_in(SimpleNamespace(prompt_embeds=embeds), 16) for embeds in (rows, other))
+    assert [(one.start, one.length) for one in found] == [(0, 0), (0, 16), (16, 16), (32, 8)]
+    assert [mine.value == its.value for mine, its in zip(found, theirs, strict=True)] == [True, True, False, True]
+    assert embedded_in(SimpleNamespace(prompt_embeds=None), 16) == embedded_in(SimpleNamespace(), 16) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit", "found"), [((128,), None, 16), ((128, 24), None, 8), ((64,), 4, 4), ((), None, 16)]
+)
+def test_hits_end_at_a_multiple_of_blocks_or_of_what_is_matched(
+    sizes: tuple[int, ...], unit: int | None, found: int
+) -> None:
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in sizes]
+    config = SimpleNamespace(kv_cache_groups=groups)
+    assert (
+        hit_unit(SimpleNamespace(kv_cache_config=config, cache_config=SimpleNamespace(prefix_match_unit=unit))) == found
+    )
+    assert hit_unit(SimpleNamespace()) == 16
