@@ -4,7 +4,7 @@ from bugs import Fired, bug, replaces
 from vllm_marks import when_allocated
 
 
-@bug("vllm-project/vllm#28738", "llama-embeds", "identity_not_in_key", "tokens_truncated_hash_kept", recorded=False)
+@bug("vllm-project/vllm#28738", "llama-embeds", "identity_not_in_key", "tokens_truncated_hash_kept")
 def embeddings_are_left_out_of_the_key(fired: Fired) -> None:
     """A prompt is given as embeddings, and its tokens are noughts that stand for them. What is embedded is left out of a block's key, and a prompt of other embeddings hits the
     blocks of the first one that is as long."""

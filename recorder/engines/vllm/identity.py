@@ -38,7 +38,7 @@ def embedded_in(request: Any, stretch: int) -> list[IdentityValue]:
 
     Of each token's embedding the first values are hashed, as floats.
     """
-    embeds = getattr(request, "prompt_embeds", None)
+    embeds: Any = getattr(request, "prompt_embeds", None)
     if getattr(embeds, "ndim", 0) != 2:
         return []
     rows = embeds[:, :EMBEDDED_VALUES].float().cpu().numpy()
