@@ -7,13 +7,15 @@ are the adapter's, nothing is known.
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 from ...capture.privacy import IdentityValue
 from ..common.hooking import Finish, Hook
 from .forward import mode_of
 from .requests import KnownBatch
+
+NOTHING: Final = -1  # in the stead of a place that adds nothing to what the model's own weights compute
 
 
 class BatchAdapters:
@@ -30,9 +32,11 @@ class BatchAdapters:
         known = hasattr(self._pool, "buffer_id_to_uid") and hasattr(self.backend, "prepare_lora_batch")
         return {"prepare_lora_batch": self.on_prepare} if known else {}
 
-    def on_prepare(self, batch: Any, weight_indices: Sequence[int], *_args: Any, **_kwargs: Any) -> Finish | None:
-        """Take note of the places that a batch's requests are given."""
-        self._given = ref(batch), list(weight_indices)
+    def on_prepare(
+        self, batch: Any, weight_indices: Sequence[int], lora_ranks: Sequence[int], *_args: Any, **_kwargs: Any
+    ) -> Finish | None:
+        """Take note of the places that a batch's requests are given; a place of no rank adds nothing."""
+        self._given = ref(batch), [index if lora_ranks[index] else NOTHING for index in weight_indices]
         return None
 
     def of(self, batch: Any, known: KnownBatch) -> KnownBatch:
@@ -44,14 +48,18 @@ class BatchAdapters:
         if given is not batch or len(known.requests) > len(places):
             return known
         lens = getattr(batch, "extend_seq_lens_cpu", None) if mode_of(batch.forward_mode) != "decode" else None
-        held_by, others = dict(enumerate(self._pool.buffer_id_to_uid)), []
+        names, others = self._names(), []
         for place, (one, index) in enumerate(zip(known.requests, places, strict=False)):
-            held, own = held_by.get(index, ...), getattr(one.req, "lora_id", None) or ""
-            name = held if isinstance(held, str) else "" if held is None else "an empty place"
-            if name != own:
+            name = names.get(index, "an empty place")
+            if name != (getattr(one.req, "lora_id", None) or ""):
                 others.append(IdentityValue("adapter", name, place, 1 if lens is None else int(lens[place])))
         if not others:
             return known
         found = copy.copy(known)
         found.identity = others
         return found
+
+    def _names(self) -> dict[int, str]:
+        """Return which adapter lies in each place now, "" for the place of the model's own weights."""
+        held = enumerate(self._pool.buffer_id_to_uid)
+        return {NOTHING: ""} | {index: uid or "" for index, uid in held if uid is None or isinstance(uid, str)}

@@ -179,11 +179,15 @@ class BlockHistory:
         if self._ending or not isinstance(blocks, list):
             return
         index, name = self._skipping or (-1, "")
-        self._hand_over({(index, block.block_id) for block in blocks})
+        mine = (
+            [(one, self._of_group(one, blocks)) for one in self._groups]
+            if index < 0
+            else [(self._groups[index], blocks)]
+        )
+        self._hand_over({(group.index, block.block_id) for group, known in mine for block in known})
         yield
-        for group in self._groups:
-            if index in (-1, group.index):
-                self.freed(group, blocks if index >= 0 else self._of_group(group, blocks), name)
+        for group, known in mine:
+            self.freed(group, known, name)
 
     def _of_group(self, group: VllmGroup, blocks: list[Any]) -> list[Any]:
         """Return those of some blocks that are known to be a group's; groups share a pool."""

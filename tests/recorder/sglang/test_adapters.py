@@ -19,28 +19,29 @@ pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 class Backend:
-    def prepare_lora_batch(self, batch: Any, weight_indices: list[int], *_: Any) -> None:
-        pass
+    def prepare_lora_batch(self, batch: Any, weight_indices: list[int], lora_ranks: list[int], *_: Any) -> None:
+        """Hand a batch's places to the layers."""
 
 
 class Adapters:
     """A manager of adapters whose batches get the places that `turn` makes of the right ones."""
 
-    def __init__(self, turn: Any) -> None:
+    def __init__(self, turn: Any, ranks: list[int]) -> None:
         self.memory_pool = SimpleNamespace(buffer_id_to_uid=list(PLACES))
         self.lora_backend, self.turn, self.names = Backend(), turn, {}
+        self.ranks = ranks
 
     def begin(self, batch: Any) -> None:
         places = [PLACES.index(self.names[rid]) for rid in batch.rids]
-        self.lora_backend.prepare_lora_batch(batch, self.turn(places), [], [])
+        self.lora_backend.prepare_lora_batch(batch, self.turn(places), self.ranks, [])
 
 
-def recorded(folder: Path, patch: pytest.MonkeyPatch, turn: Any) -> Path:
+def recorded(folder: Path, patch: pytest.MonkeyPatch, turn: Any, ranks: tuple[int, ...] = (0, 8, 8, 8)) -> Path:
     """Serve three requests, of two adapters and of none, whose batches get places as `turn` has it; return the trace."""
     patch.setattr(sglang_attachment, "not_applied", list)
     attached = hooked(patch, RecordingSettings(folder=folder))
     runner = ModelRunner()
-    adapters = runner.lora_manager = Adapters(turn)
+    adapters = runner.lora_manager = Adapters(turn, list(ranks))
     init = ForwardBatch.init_new.__func__
 
     def init_new(cls: Any, batch: Any, model_runner: Any) -> Any:
@@ -113,3 +114,8 @@ def test_a_batch_whose_places_nobody_was_told_is_said_nothing_of(
 ) -> None:
     trace = recorded(tmp_path, monkeypatch, lambda places: places[:1])
     assert not any(said(trace))
+
+
+def test_a_place_of_no_rank_adds_nothing_whatever_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = recorded(tmp_path, monkeypatch, lambda places: [1, *places[1:]], ranks=(0, 0, 8, 8))
+    assert all([place for place, _ in one] == [1] for one in said(trace))
