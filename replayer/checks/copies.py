@@ -133,7 +133,7 @@ class CopyDiffers(HistoryCheck):
                 self._stored.pop((group, int(dst[i])), None)
                 continue
             lies, why = int(ends[1][i]) or int(ends[0][i]), stored.why
-            if lies and lies != stored.given:
+            if lies and lies not in (stored.given, stored.held):  # what was stored wrong is told of already
                 another = any(lies in (one.given, one.held) for one in self._stored.values())
                 why = why or ("loaded_another" if another else "changed_in_store")
             self._stored[group, int(dst[i])] = stored._replace(held=lies or stored.held, why=why)

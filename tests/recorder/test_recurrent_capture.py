@@ -78,3 +78,13 @@ def test_what_a_forward_read_before_it_was_told_is_not_hashed() -> None:
     capture.begin(0, np.array([1]), (StateAccess(reads=[1], writes=[1], ran=True),))
     columns = capture.end()
     assert (columns["recurrent_before"].tolist(), columns["recurrent_after"].all()) == ([0], True)
+
+
+@pytest.mark.parametrize("privacy", [None, Privacy(bytes(16))], ids=["plain", "hashed"])
+def test_the_header_says_what_a_slot_of_zeros_is(privacy: Privacy | None) -> None:
+    part = np.arange(12, dtype=np.float32).reshape(3, 4)
+    (pool,) = RecurrentCapture(HEADER, {0: [part]}, privacy).with_zeros()
+    assert pool.zeros not in (0, hash_of(part, privacy=privacy))
+    part[1] = 0
+    assert pool.zeros == hash_of(part, privacy=privacy)
+    assert RecurrentCapture(HEADER, {}, privacy).with_zeros() == HEADER.states, "nobody reads their bytes"

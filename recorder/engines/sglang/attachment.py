@@ -27,9 +27,9 @@ from ..common.hooking import (
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
 from ..common.outermost import OutermostCalls
 from ..common.stopping import stop_tree
+from .connectors.host_cache import HostCache
 from .forward import mode_of, prefix_and_extend
 from .hooks import not_applied, register_drafts
-from .host_cache import HostCache
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of

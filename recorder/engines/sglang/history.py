@@ -206,7 +206,7 @@ def knows_allocator(allocator: Any) -> bool:
 def promised(header: TraceHeader, allocator: Any, server_args: Any, *, followed: bool) -> TraceHeader:
     """Return a header that says what is recorded of an allocator's slots; `followed`: whether they are at all.
 
-    Up to 0.5.13 drafts take slots and put the free list back as it was: these frees nobody sees.
+    Of some versions (0.5.11 does, 0.5.14 does not) drafts take slots and put the free list back: these frees nobody sees.
     """
     if not followed:
         kind = "" if knows_allocator(allocator) else f", {type(allocator).__name__} is not known"

@@ -8,8 +8,8 @@ from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...trace.header import Sampler
 from ..common.oracle import OracleSampler
+from .connectors.transfers import room_of
 from .requests import SglangRequests
-from .transfers import room_of
 
 
 class SglangOracle(OracleSampler):

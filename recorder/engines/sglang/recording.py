@@ -20,6 +20,7 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
 from ..common.injecting import recorder_class
 from .adapters import BatchAdapters
+from .connectors.transfers import SglangTransfers, room_of
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised
 from .inside import Expected, InsideModels
@@ -27,7 +28,6 @@ from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
 from .recurrent import StateHooks, without_states
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
-from .transfers import SglangTransfers, room_of
 from .trees import draft_tree, record_filled
 
 logger = logging.getLogger("kvcanary")

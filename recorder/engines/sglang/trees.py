@@ -14,9 +14,9 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
+from .connectors.transfers import record_unknown
 from .history import GroupHistory
 from .layout import RunnerLayout, SglangLayout, own_slots
-from .transfers import record_strange
 
 _NOTE: Final = "a tree of drafts"
 
@@ -59,4 +59,4 @@ def _fill(
     slots = np.unique(slots[(slots > 0) & (slots < recorder.header.groups[number].num_slots)])
     for history in histories:
         history.given_out(slots, _NOTE)
-    record_strange(own, number, slots, _NOTE)
+    record_unknown(own, number, slots, _NOTE)

@@ -14,7 +14,12 @@ from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 PAGE = 4
-STORE, LOAD, SEEN = {"dst_tier": 1}, {"src_tier": 1}, {"src_tier": 1, "dst_tier": 1}
+STORE, LOAD, SEEN, MOVE = (
+    {"dst_tier": 1},
+    {"src_tier": 1},
+    {"src_tier": 1, "dst_tier": 1},
+    {"src_tier": 1, "dst_tier": 1},
+)
 ROWS = np.arange(64, dtype=np.uint8).reshape(1, -1)
 RIGHT, OTHER = int(end_hashes([ROWS])[0]), int(end_hashes([ROWS + 1])[0])
 TURNED, EMPTY = int(end_hashes([ROWS.reshape(2, 32)[::-1].reshape(1, 64)])[0]), int(end_hashes([ROWS * 0])[0])
@@ -106,6 +111,56 @@ CASES = {
         [(8, 4, (RIGHT, 0), STORE), (20, 4, (OTHER, 0), STORE)],
         [("copy_differs", "two_to_one", 20)],
         ["host_copy_overwritten"],
+    ),
+    "moved": (
+        [
+            (8, 4, (RIGHT, RIGHT), STORE),
+            (4, 40, (RIGHT, 0), MOVE),
+            (40, 8, (0, RIGHT), MOVE),
+            (8, 12, (RIGHT, RIGHT), LOAD),
+        ],
+        [],
+        [],
+    ),
+    "moved, and not read": (
+        [(8, 4, (RIGHT, 0), STORE), (4, 40, (0, 0), MOVE), (40, 8, (0, 0), MOVE), (8, 12, (RIGHT, RIGHT), LOAD)],
+        [],
+        [],
+    ),
+    "moved from where nobody has stored": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (40, 4, (0, OTHER), MOVE), (4, 12, (OTHER, OTHER), LOAD)],
+        [],
+        [],
+    ),
+    "damaged behind a move": (
+        [
+            (8, 4, (RIGHT, RIGHT), STORE),
+            (4, 40, (RIGHT, 0), MOVE),
+            (40, 8, (0, OTHER), MOVE),
+            (8, 12, (OTHER, OTHER), LOAD),
+        ],
+        [("copy_differs", "changed_in_store", 12)],
+        ["stored_wrong"],
+    ),
+    "another came back of a move": (
+        [
+            *((8, 4, (RIGHT, RIGHT), STORE), (20, 16, (OTHER, OTHER), STORE)),
+            *((4, 40, (RIGHT, 0), MOVE), (16, 44, (OTHER, 0), MOVE), (40, 8, (0, OTHER), MOVE)),
+            (8, 12, (OTHER, OTHER), LOAD),
+        ],
+        [("copy_differs", "loaded_another", 12)],
+        ["load_of_other_prefix"],
+    ),
+    "stored wrong, and moved": (
+        [
+            (8, 4, (RIGHT, 0), STORE),
+            (4, 4, (0, OTHER), SEEN),
+            (4, 40, (OTHER, 0), MOVE),
+            (40, 8, (0, OTHER), MOVE),
+            (8, 12, (OTHER, OTHER), LOAD),
+        ],
+        [("copy_differs", "stored_wrong", 8), ("copy_differs", "stored_wrong", 12)],
+        ["stored_wrong"],
     ),
     "one after the other": ([(8, 4, (RIGHT, RIGHT), STORE), (20, 4, (OTHER, OTHER), STORE)], [], []),
 }

@@ -262,11 +262,11 @@ def judge(folder: Path) -> dict[str, Any]:
     (trace,) = folder.glob("*.arrow")
     summary = replay(trace, settings=ReplaySettings(), report=folder)
     notes = "offload", "stored", "load-back", "landed late", "to storage", "from storage"
-    copies, forward, reading, hashed, strange = dict.fromkeys(notes, 0), -1, [], True, 0
+    copies, forward, reading, hashed, unknown = dict.fromkeys(notes, 0), -1, [], True, 0
     for event in read_trace(trace):
         if event.kind == "forward":
             forward += 1
-        strange += event.kind == "transfer" and event.scalar("status") == "end"
+        unknown += event.kind == "transfer" and event.scalar("status") == "end"
         if event.kind == "kv_copy":
             note = event.scalar("note")
             copies[note] += 1
@@ -279,7 +279,7 @@ def judge(folder: Path) -> dict[str, Any]:
         "verdict": summary.verdict.value,
         "copies": copies,
         "hashed": hashed,
-        "strange": strange,
+        "unknown": unknown,
         "reading": reading,
         "first": int(np.min(violations)) if len(violations) else -1,
         "causes": sorted({row["cause"] for row in findings if row["kind"] == "copy_differs"}),

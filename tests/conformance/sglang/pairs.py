@@ -168,8 +168,10 @@ def wrong_rank(
         return [*wrong, f"not whole: {doubts[:3]}"]
     found = [{kind for kind, count in side["findings_by_kind"].items() if count} for side in both]
     result["findings"] = "; ".join(", ".join(sorted(kinds)) or "none" for kinds in found)
-    if found != list(expected[2:4]):
-        wrong.append(f"found {result['findings']}, expected {expected[2] or 'none'}; {expected[3] or 'none'}")
+    # The prefix cache takes only whole pages: the engine gives the one that is not full back, once more.
+    again = {"slot_freed_twice"} if run.fault == "early_free" and run.page_size > 1 else set()
+    if found != [expected[2] | again, expected[3]]:
+        wrong.append(f"found {result['findings']}, expected {expected[2] | again or 'none'}; {expected[3] or 'none'}")
     result["judged"] += both[1]["verified"]
     return wrong + wrong_transfers(run, [prefill[0], decode[0]], outputs, both[1], result)
 

@@ -228,13 +228,18 @@ def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.calls == []
 
 
+class RestoringAllocator(TokenToKVPoolAllocator):
+    def restore_state(self, state: torch.Tensor) -> None:
+        self.free_pages = state
+
+
 @pytest.mark.parametrize("drafts", [None, "EAGLE"])
 def test_a_free_list_that_drafts_put_back_is_promised_to_nobody(drafts: str | None) -> None:
     header = TraceHeader(groups=(), tables=())
     allocator = TokenToKVPoolAllocator(8, 1)
     args = SimpleNamespace(speculative_algorithm=drafts)
     assert promised(header, allocator, args, followed=True).slot_history == "allocator"
-    allocator.restore_state = None  # type: ignore[attr-defined]
-    assert promised(header, allocator, args, followed=True).slot_history == ("" if drafts else "allocator")
+    restoring = RestoringAllocator(8, 1)
+    assert promised(header, restoring, args, followed=True).slot_history == ("" if drafts else "allocator")
     (note,) = promised(header, allocator, args, followed=False).notes
     assert note == "allocations and frees of slots are not recorded"

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.kernels.capture import model_forward
-from kvcanary.recorder.engines.sglang import history, host_cache
-from kvcanary.recorder.engines.sglang.host_cache import copy_runs
+from kvcanary.recorder.engines.sglang import history
+from kvcanary.recorder.engines.sglang.connectors import host_cache
+from kvcanary.recorder.engines.sglang.connectors.host_cache import copy_runs
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .fake_engine import SLOTS, Request, Scheduler

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kvcanary.recorder.engines.sglang.attachment import SglangAttachment
+from kvcanary.recorder.engines.sglang.connectors.transfers import SglangTransfers
 from kvcanary.recorder.engines.sglang.requests import SglangRequest
-from kvcanary.recorder.engines.sglang.transfers import SglangTransfers
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay_joined

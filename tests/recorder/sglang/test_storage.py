@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.engines.common.hooking import wrap_method
-from kvcanary.recorder.engines.sglang.storage import Move, Storage
+from kvcanary.recorder.engines.sglang.connectors.storage import Move, Storage
 from kvcanary.recorder.trace.reader import read_trace
 
 from . import fake_host_cache
@@ -68,7 +68,7 @@ def copies(trace: Path) -> list[tuple[str, int]]:
     return [(e.scalar("note"), int(e.ints("copy_count").sum())) for e in read_trace(trace) if e.kind == "kv_copy"]
 
 
-def strange(trace: Path) -> int:
+def unknown(trace: Path) -> int:
     """Return how many slots are said to hold what nobody knows."""
     ends = [e for e in read_trace(trace) if e.kind == "transfer" and e.scalar("status") == "end"]
     return sum(int(e.ints("slot_count").sum()) for e in ends)
@@ -80,7 +80,7 @@ def test_what_comes_back_from_a_storage_is_judged(tmp_path: Path, monkeypatch: p
     assert copies(trace)[-3:] == [("to storage", count), ("from storage", count), ("load-back", count)]
     summary = judged(trace)
     assert (summary.verdict.value, summary.violations, summary.findings, losses(trace)) == ("clean", 0, 0, [])
-    assert strange(trace) == 0
+    assert unknown(trace) == 0
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -90,7 +90,7 @@ def test_on_a_gpu_it_is_recorded_without_hashes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(model_forward, "TILE", 32)
     trace = served(monkeypatch, tmp_path, Storing(lambda *_: None if known else put_by_another(*_)), HiCacheController)
     assert copies(trace)[-1] == ("load-back", len(PROMPT) if known else 3)
-    assert strange(trace) == (0 if known else 3)
+    assert unknown(trace) == (0 if known else 3)
     summary = judged(trace)
     assert (summary.verdict.value, summary.violations, summary.findings) == ("clean", 0, 0)
 
@@ -105,7 +105,7 @@ def put_by_another(controller: HiCacheController, keys: list[str]) -> None:
 def test_what_another_has_stored_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = served(monkeypatch, tmp_path, Storing(put_by_another), HiCacheController)
     assert copies(trace)[-3:] == [("to storage", 6), ("from storage", 3), ("load-back", 3)]
-    assert strange(trace) == 3
+    assert unknown(trace) == 3
     summary = judged(trace)
     assert (summary.verdict.value, summary.violations, summary.findings) == ("clean", 0, 0)
 
@@ -202,9 +202,9 @@ def test_the_key_that_was_stored_longest_ago_gives_its_place_to_another() -> Non
     assert followed.flushed() == [(True, [8], [a]), (True, [12], [b])]
     followed.get("cab", [0, 4, 8], 3)
     assert followed.flushed() == [(False, [0, 4], [b, a])]
-    assert followed.storage.strange(np.arange(12)).tolist() == [False] * 8 + [True] * 4
+    assert followed.storage.unknown(np.arange(12)).tolist() == [False] * 8 + [True] * 4
     followed.storage.filled(np.array([9]))
-    assert not followed.storage.strange(np.arange(12)).any()
+    assert not followed.storage.unknown(np.arange(12)).any()
 
 
 @pytest.mark.parametrize("answer", [False, None, RuntimeError("full")])
@@ -216,11 +216,11 @@ def test_of_a_store_that_failed_nobody_knows_what_lies_under_its_key(answer: Any
         followed.put("a", [4], answer)
     followed.get("a", [8], 1)
     assert followed.flushed() == []
-    assert followed.storage.strange(np.array([8])).all()
+    assert followed.storage.unknown(np.array([8])).all()
 
 
 @pytest.mark.parametrize("answer", [1, RuntimeError("gone")])
-def test_of_a_fetch_that_breaks_off_the_rest_is_strange(answer: Any) -> None:
+def test_of_a_fetch_that_breaks_off_the_rest_is_unknown(answer: Any) -> None:
     followed = Followed(2)
     followed.put("ab", [0, 4])
     followed.flushed()
@@ -229,14 +229,14 @@ def test_of_a_fetch_that_breaks_off_the_rest_is_strange(answer: Any) -> None:
     assert followed.storage.overwritten(np.array([4, 8, 12])).tolist() == [False, True, True]
     came = 0 if isinstance(answer, Exception) else 1
     assert len(followed.flushed()) == came
-    assert followed.storage.strange(np.array([8, 12])).tolist() == [not came, True]
+    assert followed.storage.unknown(np.array([8, 12])).tolist() == [not came, True]
     assert not followed.storage.overwritten(np.array([8])).any()
 
 
-def test_what_is_stored_from_a_strange_page_stays_strange() -> None:
+def test_what_is_stored_from_an_unknown_page_stays_unknown() -> None:
     followed = Followed(2)
     followed.get("x", [0], 1)
     followed.put("y", [0])
     followed.get("y", [4], 1)
     assert followed.flushed() == []
-    assert followed.storage.strange(np.array([0, 4])).all()
+    assert followed.storage.unknown(np.array([0, 4])).all()

@@ -107,7 +107,8 @@ class FullAttentionManager:
 
     def free(self, request_id: str) -> None:
         self.num_cached_block.pop(request_id, None)
-        self.block_pool.free_blocks(reversed(self.req_to_blocks.pop(request_id, [])))
+        blocks = self.req_to_blocks.pop(request_id, [])
+        self.block_pool.free_blocks(reversed(blocks) if self.caching else blocks)  # an iterator, or a list
 
     def remove_skipped_blocks(self, request_id: str, computed: int) -> None:
         pass

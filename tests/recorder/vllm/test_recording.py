@@ -27,6 +27,7 @@ from kvcanary.recorder.engines.vllm.logprobs import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import StatePool
 from kvcanary.recorder.trace.reader import read_trace
+from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO
 
 from ...support.one_trace import events, verdict
 from .fake_engine import (
@@ -141,6 +142,39 @@ def test_what_the_trace_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     allocated = sum(e.ints("slot_count").sum() for e in told if e.kind == "alloc" and not e.scalar("status"))
     assert allocated % BLOCK == 0
     assert allocated > 0
+
+
+def test_whoever_leaves_a_block_to_the_prefix_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve()
+    _, told = events(tmp_path)
+    left = [event for event in told if event.kind == "alloc" and event.scalar("note") == LET_GO]
+    assert {str(event.scalar("status")) for event in left} == {ALLOC_CACHED}
+    assert {event.scalar("request_id") for event in left} == {request_id_of(f"r{i}") for i in range(6)}
+
+
+@pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])
+def test_a_block_that_nobody_says_whose_it_was_is_told_as_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specs: list[Any] | None
+) -> None:
+    given_back: list[int] = []
+
+    def give_back(_: GPUModelRunner, scheduler: Scheduler, __: Any) -> None:
+        used = [block for block in scheduler.pool.blocks if block.ref_cnt == 1 and block.block_hash is not None]
+        if used and not given_back:
+            scheduler.pool.free_blocks(used[:1])
+            given_back.append(used[0].block_id)
+            scheduler.pool.touch(used[:1])  # and the engine goes on as before
+
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve(specs, each_step=give_back)
+    _, told = events(tmp_path)
+    left = [
+        event
+        for event in told
+        if event.kind == "alloc" and event.scalar("note") == LET_GO and event.scalar("request_id") < 0
+    ]
+    assert [event.ints("slot_start").tolist() for event in left] == [[block * BLOCK] for block in given_back]
 
 
 def test_a_step_that_reads_what_it_writes_is_told_as_several_forwards(

@@ -27,6 +27,7 @@ class Part:
     prefix: int
     slots: tuple[int, ...]
     state: int = -1  # slot of recurrent state
+    reads: int | None = None  # the slot that it goes on from, -1 for none; None: `state`, if it has a prefix
     saves: tuple[int, int] = (-1, 0)  # the slot in which the state behind so many tokens is left, too
 
 
@@ -185,7 +186,8 @@ class Scene:
         if all(part.state < 0 for part in parts):
             return ()
         writes = [part.state for part in parts] + [-1] * pad
-        reads = [part.state if part.prefix else -1 for part in parts] + [-1] * pad
+        own = [part.state if part.prefix else -1 for part in parts]
+        reads = [n if part.reads is None else part.reads for n, part in zip(own, parts, strict=True)] + [-1] * pad
         saves, tokens = zip(*(part.saves for part in parts), *[(-1, 0)] * pad, strict=True)
         return (StateAccess(reads=reads, writes=writes, saves=saves, saved_tokens=tokens),)
 

@@ -168,10 +168,33 @@ def nothing_restored_behind_a_failure(scene: Scene) -> None:
 def begins_from_zeros(scene: Scene) -> None:
     """An engine may have a request that begins read its slot, which is as it was made."""
     healthy(scene)
-    scene._state_access = lambda parts, _: (
-        StateAccess(reads=[p.state for p in parts], writes=[p.state for p in parts]),
-    )
-    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=3))
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=3, reads=3))
+
+
+def zeroed_unseen(scene: Scene) -> None:
+    """A slot that had another's state is zeroed by what the recorder does not see, before the next request begins there."""
+    healthy(scene)
+    scene.states[1] = 0
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=1, reads=1))
+
+
+def not_zeroed(scene: Scene) -> None:
+    """A request begins from what nobody was seen to leave."""
+    healthy(scene)
+    scene.states[OTHER] += 1
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=OTHER, reads=OTHER))
+
+
+def begins_from_another_s(scene: Scene) -> None:
+    healthy(scene)
+    scene.forward(Part(request=3, row=3, prefix=0, slots=(10, 11), state=1, reads=1))
+
+
+def begun_anew(scene: Scene) -> None:
+    """A request that has a prefix is told to begin with no state."""
+    healthy(scene)
+    scene.copy_state(CHECKPOINT, 2)
+    scene.forward(Part(request=2, row=2, prefix=4, slots=(6, 7), state=2, reads=-1))
 
 
 def not_seen(scene: Scene) -> None:
@@ -224,6 +247,9 @@ FAULTS = {
     put_back: [("left_as_it_was", 1, 1)],
     nothing_restored: [("cleared", 2, -1)],
     nothing_restored_behind_a_failure: [("cleared", 2, -1)],
+    not_zeroed: [("not_zeroed", 3, -1)],
+    begins_from_another_s: [("other_prefix", 3, 1)],
+    begun_anew: [("begun_anew", 2, -1)],
 }
 
 
@@ -248,6 +274,7 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
         zeros_are_a_state,
         zeros_at_once,
         begins_from_zeros,
+        zeroed_unseen,
         not_seen,
         failed,
         lost,

@@ -2,7 +2,7 @@
 
 A page there has a key. The recorder gives each key that this process has stored a place behind the host's own slots, so that
 for a replay a storage is more of the host. What comes from the storage under another key nobody here has stored: its pages are
-strange until something else lies in their place, and what is loaded from them is unknown.
+unknown until something else lies in their place, and so is what is loaded from them.
 
 SGLang stores and fetches in threads of its own. What they did is queued there, and recorded by the scheduler's thread before
 it records the next copy: SGLang does not touch such a page again before the scheduler has been told.
@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import BoolArray, Int64Array
-from ...capture.host_arrays import CopyEnds, own_int64
-from ..common.hooking import Around, Hook, beside
+from .....kernels.arrays import BoolArray, Int64Array
+from ....capture.host_arrays import CopyEnds, own_int64
+from ...common.hooking import Around, Hook, beside
 
 HELD: Final = 4  # times as many pages of a storage as the host's pool has are followed
 MAX_PAGES: Final = 1 << 18  # and no more than these, whose keys the recorder keeps
@@ -56,7 +56,7 @@ class Storage:
         self._unused = iter(range(first_slot, first_slot + num_slots // page_size * page_size, page_size))
         self._given_up: list[int] = []  # places whose keys are forgotten
         self._places: OrderedDict[str, int] = OrderedDict()  # of keys, the one stored longest ago first
-        self._strange: set[int] = set()
+        self._unknown: set[int] = set()
         self._moves: deque[Move] = deque()
         self._coming: list[list[int]] = []  # pages of fetches that are under way, or not recorded yet
 
@@ -66,7 +66,7 @@ class Storage:
 
     @beside
     def on_set(self, keys: Sequence[str], host_indices: Any, *_args: Any, **_kwargs: Any) -> Around:
-        """Note pages that are stored; what lies under their keys if the storage fails is strange."""
+        """Note pages that are stored; what lies under their keys if the storage fails is unknown."""
         host = self._pages(host_indices)
         hashes, stored = self._hashes(host), False
         try:
@@ -102,7 +102,7 @@ class Storage:
                 self._fetch(move)
 
     def _store(self, move: Move) -> None:
-        known = ~self.strange(move.host) & (move.host >= 0)
+        known = ~self.unknown(move.host) & (move.host >= 0)
         places = np.full(move.host.size, -1, np.int64)
         for i, key in enumerate(move.keys):
             place = self._places.pop(key, -1)
@@ -123,7 +123,7 @@ class Storage:
         self._coming.remove(move.host.tolist())
         places = np.array([self._places.get(key, -1) for key in move.keys], np.int64)
         self.filled(move.host[places >= 0])
-        self._strange.update(move.host[places < 0].tolist())
+        self._unknown.update(move.host[places < 0].tolist())
         self._record(move, places)
 
     def _record(self, move: Move, places: Int64Array) -> None:
@@ -133,12 +133,12 @@ class Storage:
 
     def filled(self, slots: Int64Array) -> None:
         """Note slots of the host's pool in which something else lies now."""
-        if self._strange:
-            self._strange.difference_update(self._page(slots).tolist())
+        if self._unknown:
+            self._unknown.difference_update(self._page(slots).tolist())
 
-    def strange(self, slots: Int64Array) -> BoolArray:
+    def unknown(self, slots: Int64Array) -> BoolArray:
         """Say of each slot of the host's pool, `[n] bool`, whether nobody here has stored what lies in it."""
-        return np.isin(self._page(slots), sorted(self._strange))
+        return np.isin(self._page(slots), sorted(self._unknown))
 
     def overwritten(self, slots: Int64Array) -> BoolArray:
         """Say of each slot of the host's pool, `[n] bool`, whether the storage has put something there since the last `flush`."""

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ...capture.device.recorder import DeviceRecorder
-from ...capture.host_arrays import read_runs
-from ...capture.recorder import Recorder
-from ...trace.event import INT64_MAX
-from ...trace.schema import RECEIVE, SEND, TransferDirection, TransferStatus
-from ..common.hooking import Around, OnFault, around, wrap_method
-from .history import GroupHistory
-from .layout import SglangLayout, own_slots
-from .requests import SglangRequest, kv_field, row_of
+from .....kernels.arrays import Int64Array
+from ....capture.device.recorder import DeviceRecorder
+from ....capture.host_arrays import read_runs
+from ....capture.recorder import Recorder
+from ....trace.event import INT64_MAX
+from ....trace.schema import RECEIVE, SEND, TransferDirection, TransferStatus
+from ...common.hooking import Around, OnFault, around, wrap_method
+from ..history import GroupHistory
+from ..layout import SglangLayout, own_slots
+from ..requests import SglangRequest, kv_field, row_of
 
 # SGLang's KVPoll
 FAILED: Final = 0
@@ -194,7 +194,7 @@ def to_nobody(connection: Any) -> bool:
     return type(connection).__name__.startswith("FakeKV")
 
 
-def record_strange(
+def record_unknown(
     recorder: Recorder | DeviceRecorder, group: int, slots: Int64Array, note: str, *, read: bool = False
 ) -> None:
     """Record that slots of a group are filled with what nobody here knows; `read`: with the bytes that lie there."""

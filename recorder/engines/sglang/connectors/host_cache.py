@@ -19,20 +19,20 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import BoolArray, Int64Array
-from ....kernels.ops.end_hash.reference import end_hashes
-from ...capture.device.host_copy import HostCopy
-from ...capture.device.recorder import DeviceRecorder
-from ...capture.host_arrays import CopyEnds, own_int64
-from ...capture.recorder import Recorder
-from ...errors import error_text
-from ...trace.schema import TIER_HOST, TIER_POOL
-from ..common.copy_bounds import LATE_STEPS, MAX_HASHED_BYTES, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
-from ..common.hooking import Around, Finish, Hook, around, beside
-from .history import GroupHistory
-from .layout import POOLS, host_pool
+from .....kernels.arrays import BoolArray, Int64Array
+from .....kernels.ops.end_hash.reference import end_hashes
+from ....capture.device.host_copy import HostCopy
+from ....capture.device.recorder import DeviceRecorder
+from ....capture.host_arrays import CopyEnds, own_int64
+from ....capture.recorder import Recorder
+from ....errors import error_text
+from ....trace.schema import TIER_HOST, TIER_POOL
+from ...common.copy_bounds import LATE_STEPS, MAX_HASHED_BYTES, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
+from ...common.hooking import Around, Finish, Hook, around, beside
+from ..history import GroupHistory
+from ..layout import POOLS, host_pool
 from .storage import Move, Storage, ends_of, storage_slots
-from .transfers import record_strange
+from .transfers import record_unknown
 
 logger = logging.getLogger("kvcanary")
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("kvcanary")
 # The pools on the host whose layouts are known, by their very classes: of which pool's halves they hold copies.
 HOST_POOLS: Final = {"MHATokenToKVPoolHost": "MHATokenToKVPool", "MLATokenToKVPoolHost": "MLATokenToKVPool"}
 
-STRANGE: Final = "a load of what somebody else has stored"
+OF_OTHERS: Final = "a load of what somebody else has stored"
 
 # Where layer, page, token of the page, head and word are among the axes of a host pool's buffer, of which pages are one.
 AXES: Final = {"page_first_direct": (1, 0, 2, 3, 4), "page_head": (3, 0, 2, 1, 4)}
@@ -191,7 +191,7 @@ class HostCache:
         pool, host = self._pages(ops)
         load = Load(pool, host, self._bytes.there(host), self._bytes.here(pool))
         yield
-        self._started.append((load, self._strange(host)))
+        self._started.append((load, self._unknown(host)))
 
     @beside
     def on_forward(self, *_args: Any, **_kwargs: Any) -> Around:
@@ -221,7 +221,7 @@ class HostCache:
         known, self._waiting = self._waiting, list(self.controller.load_queue)
         for op in self._waiting:
             if not any(op is other for other in known):
-                record_strange(self._recorder, 0, own_int64(op.device_indices), "a load that has not begun", read=True)
+                record_unknown(self._recorder, 0, own_int64(op.device_indices), "a load that has not begun", read=True)
 
     def _acks(self) -> list[Any]:
         """Return what stands for the stores that the controller does not take for done yet."""
@@ -274,18 +274,18 @@ class HostCache:
         tiers = {"src_tier": TIER_HOST, "dst_tier": TIER_HOST}
         self._recorder.kv_copy(group=0, src=src, dst=dst, count=count, note=note, ends=ends, **tiers)
 
-    def _strange(self, slots: Int64Array) -> BoolArray:
+    def _unknown(self, slots: Int64Array) -> BoolArray:
         """Say of each slot of the host's pool whether somebody else has stored what lies there, `[n] bool`."""
-        return np.zeros(slots.size, np.bool_) if self._storage is None else self._storage.strange(slots)
+        return np.zeros(slots.size, np.bool_) if self._storage is None else self._storage.unknown(slots)
 
     def _flush_loads(self) -> None:
         """Record the loads that have begun, with what their slots hold now."""
         started, self._started = self._started, []
-        for load, strange in started:
-            if strange.any() and self._bytes is not None:
-                slots = (load.pool[strange][:, None] + np.arange(self._bytes.page_size)).reshape(-1)
-                record_strange(self._recorder, 0, slots, STRANGE, read=True)
-                load = Load(*(part[~strange] for part in load))
+        for load, unknown in started:
+            if unknown.any() and self._bytes is not None:
+                slots = (load.pool[unknown][:, None] + np.arange(self._bytes.page_size)).reshape(-1)
+                record_unknown(self._recorder, 0, slots, OF_OTHERS, read=True)
+                load = Load(*(part[~unknown] for part in load))
             here = self._here(load.pool)
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
             ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
@@ -337,27 +337,26 @@ class HostCache:
         """Record slots that are copied, without what lies there; nothing waits for those that a device knows."""
         copy = _sides("offload" if to_host else "load-back", pool, host, to_host)
         sides = copy.pop("src"), copy.pop("dst")
-        mine: Any = slice(None)  # all but what somebody else has stored
-        if self._storage is not None and not to_host:
-            mine = ~self._strange(own_int64(host))
+        unknown = self._unknown(own_int64(host)) if self._storage is not None and not to_host else None
+        known = slice(None) if unknown is None else ~unknown
         if isinstance(self._recorder, DeviceRecorder):
             read, written = (HostCopy(side) for side in sides)
             self._recorder.kv_copy_later(
-                lambda: copy_runs(read.read()[mine], written.read()[mine]), filled=None if to_host else pool, **copy
+                lambda: copy_runs(read.read()[known], written.read()[known]), filled=None if to_host else pool, **copy
             )
         else:
-            src, dst, count = copy_runs(*(own_int64(side)[mine] for side in sides))
+            src, dst, count = copy_runs(*(own_int64(side)[known] for side in sides))
             self._recorder.kv_copy(src=src, dst=dst, count=count, **copy)
-        if isinstance(mine, np.ndarray) and not mine.all():
-            self._record_strange(pool, ~mine)
+        if unknown is not None and unknown.any():
+            self._record_unknown(pool, unknown)
 
-    def _record_strange(self, pool: Any, strange: BoolArray) -> None:
+    def _record_unknown(self, pool: Any, unknown: BoolArray) -> None:
         """Record which slots of the engine's pool, `[n]`, get what somebody else has stored; nothing waits for a device."""
         if isinstance(self._recorder, DeviceRecorder):
             own = self._recorder.recorder
-            self._recorder.later_with(lambda slots: record_strange(own, 0, slots[strange], STRANGE), pool)
+            self._recorder.later_with(lambda slots: record_unknown(own, 0, slots[unknown], OF_OTHERS), pool)
         else:
-            record_strange(self._recorder, 0, own_int64(pool)[strange], STRANGE)
+            record_unknown(self._recorder, 0, own_int64(pool)[unknown], OF_OTHERS)
 
 
 def _operations(queue: Sequence[Any]) -> list[tuple[Any, Any]]:
