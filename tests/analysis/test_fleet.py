@@ -254,6 +254,14 @@ def test_neither_driver_nor_workers_load_duckdb_for_what_is_clean() -> None:
     assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True) == "False\n"
 
 
+def _runs(pid: int) -> bool:
+    """Whether a process runs; it may end, and its parent may fetch it, between any two looks at it."""
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_what_a_lost_process_was_at_is_done_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = (
         "import os, signal, pathlib\n"
@@ -285,8 +293,6 @@ def test_what_a_lost_process_was_at_is_done_by_another(tmp_path: Path, monkeypat
         workers.close()
     assert len(pids) == 6
     deadline = time.monotonic() + 60
-    while any(
-        Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text() for pid in pids
-    ):
+    while any(_runs(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
