@@ -47,16 +47,18 @@ def mixed(ordered: Int64Array, plain: Int64Array) -> Int64Array:
     return np.where(both == 0, np.uint64(1), both).view(np.int64)
 
 
-def looked_at(words: int) -> Int64Array:
-    """Return the places of the words that a device looks at of a part of so many, ascending."""
-    if words <= MOST_WORDS:
+def looked_at(words: int, most: int = MOST_WORDS) -> Int64Array:
+    """Return the places of the words that a device looks at of a part of so many, ascending; `most` as of `part_words`."""
+    if words <= most:
         return np.arange(words)
-    starts = np.arange(MOST_WORDS // PIECE_WORDS) * (words // (MOST_WORDS // PIECE_WORDS))
+    starts = np.arange(most // PIECE_WORDS) * (words // (most // PIECE_WORDS))
     return (starts[:, None] + np.arange(PIECE_WORDS)).reshape(-1)
 
 
-def part_words(parts: Sequence[Any], *, each: int = 1) -> list[int]:
+def part_words(parts: Sequence[Any], *, each: int = 1, most: int = MOST_WORDS) -> list[int]:
     """Return the words by which a device finds the parts, `[rows, bytes]` tensors of one byte an element, `each` pages a row.
+
+    No more than `most` words of a part are looked at, a multiple of `PIECE_WORDS` up to `MOST_WORDS`.
 
     Raises:
         ValueError: a page's bytes do not lie side by side in words of 4.
@@ -66,8 +68,8 @@ def part_words(parts: Sequence[Any], *, each: int = 1) -> list[int]:
         stride, size, address = int(part.stride(0)), int(part.shape[1]) // each, int(part.data_ptr())
         if (part.stride(1) != 1 and size > 1) or (stride | size | address) % 4 or part.element_size() != 1:
             raise ValueError(f"pages of {size} bytes, {stride} apart, expected words of 4 bytes side by side")
-        words, pieces = size // 4, MOST_WORDS // PIECE_WORDS
-        apart = PIECE_WORDS if words <= MOST_WORDS else words // pieces
-        found += (address, stride, size, min(words, MOST_WORDS), apart, first)
-        first += 2 * min(words, MOST_WORDS)
+        words, pieces = size // 4, most // PIECE_WORDS
+        apart = PIECE_WORDS if words <= most else words // pieces
+        found += (address, stride, size, min(words, most), apart, first)
+        first += 2 * min(words, most)
     return found

@@ -14,7 +14,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
-from .connectors.transfers import record_unknown
+from .connectors.unknown import record_unknown
 from .history import GroupHistory
 from .layout import RunnerLayout, SglangLayout, own_slots
 

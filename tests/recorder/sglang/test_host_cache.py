@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcanary.kernels.capture import model_forward
+from kvcanary.kernels.ops.end_hash import triton as end_hash
 from kvcanary.recorder.engines.sglang import history
-from kvcanary.recorder.engines.sglang.connectors import host_cache
-from kvcanary.recorder.engines.sglang.connectors.host_cache import copy_runs
+from kvcanary.recorder.engines.sglang.connectors import device_copies, host_cache, host_pools
+from kvcanary.recorder.engines.sglang.connectors.host_pools import by_layer, copy_runs
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from .fake_engine import SLOTS, Request, Scheduler
@@ -145,20 +146,90 @@ def test_pools_that_lie_otherwise_are_recorded_without_hashes(tmp_path: Path, mo
     assert judged(trace).verdict.value == "clean"
 
 
+@pytest.fixture
+def on_a_small_gpu(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernels in (model_forward, end_hash):
+        monkeypatch.setattr(kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(model_forward, "TILE", 32)
+
+
 @CONTROLLERS
-@pytest.mark.usefixtures("on_a_gpu")
-def test_on_a_gpu_copies_are_recorded_without_hashes(
+@pytest.mark.usefixtures("on_a_small_gpu")
+def test_on_a_gpu_both_ends_are_hashed_where_the_copies_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[HiCacheController]
 ) -> None:
-    monkeypatch.setattr(model_forward, "PROGRAMS", 4)
-    monkeypatch.setattr(model_forward, "TILE", 32)
     trace = served(monkeypatch, tmp_path, kind=kind)
     copies = [e for e in read_trace(trace) if e.kind == "kv_copy"]
-    assert [e.scalar("note") for e in copies] == ["offload", "offload", "load-back"]
-    assert [int(e.ints("copy_count").sum()) for e in copies] == [len(PROMPT)] * 3
-    assert not any(len(e.ints("copy_src_hash")) for e in copies)
+    assert [e.scalar("note") for e in copies] == ["offload", "stored", "offload", "stored", "load-back"]
+    assert [int(e.ints("copy_count").sum()) for e in copies] == [len(PROMPT), 0, len(PROMPT), 0, len(PROMPT)]
+    assert copies[2].ints("copy_src_hash").all()
+    for hashes in (copies[3].ints("copy_dst_hash"), copies[4].ints("copy_src_hash"), copies[4].ints("copy_dst_hash")):
+        assert hashes.tolist() == copies[2].ints("copy_src_hash").tolist()
     summary = judged(trace)
     assert (summary.verdict.value, summary.violations, summary.findings) == ("clean", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "incident"),
+    [
+        ("stored damaged", "stored_wrong", "stored_wrong"),
+        ("two pages to one", "stored_wrong", "stored_wrong"),
+        ("overwritten", "changed_in_store", "stored_wrong"),
+        ("another page", "loaded_another", "load_of_other_prefix"),
+        ("never", "nothing_landed", "failed_load_counted_loaded"),
+    ],
+)
+@pytest.mark.usefixtures("on_a_small_gpu")
+def test_on_a_gpu_the_hop_that_lied_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, incident: str
+) -> None:
+    verdict, causes, first = named(served(monkeypatch, tmp_path, Fault(fault)))
+    assert verdict == "corrupt"
+    assert cause in causes
+    assert first == incident
+
+
+@pytest.mark.usefixtures("on_a_small_gpu")
+def test_on_a_gpu_a_load_that_waits_is_unknown_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(scheduler: Scheduler, loaded: torch.Tensor) -> None:
+        scheduler.step([Request("between", [40, 41, 42], new_tokens=1)])
+
+    trace = served(monkeypatch, tmp_path, wait=wait)
+    told = [(e.kind, e.scalar("note")) for e in read_trace(trace) if e.kind in ("kv_copy", "transfer")]
+    assert told[-3:] == [("transfer", "a load that has not begun")] * 2 + [("kv_copy", "load-back")]
+    assert judged(trace).verdict.value == "clean"
+
+
+@pytest.mark.usefixtures("on_a_small_gpu")
+def test_on_a_gpu_other_than_whole_pages_end_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pages(HiCacheController):
+        page_size = 4
+
+    Pages.__name__ = "HiCacheController"
+    trace = served(monkeypatch, tmp_path, kind=Pages)
+    assert set(losses(trace)) == {"HiCache copies other than whole pages of 4 slots"}
+    assert judged(trace).verdict.value == "inconclusive"
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+def test_a_device_finds_pages_in_layouts_whose_tokens_lie_in_one_piece(layout: str) -> None:
+    """Whole pages, or the first and last token of each where they lie apart."""
+    pages, size, heads, dim = 5, 4, 2, 3
+    here = [torch.randn(pages, size, heads, dim) for _ in range(2)]
+    by_axes = {"layer_first": (0, 1, 2, 3, 4), "page_first": (1, 2, 0, 3, 4)} | host_pools.AXES
+    order = by_axes[layout] if layout not in host_pools.AXES else np.argsort(by_axes[layout]).tolist()
+    there = torch.stack(here).permute(*order).contiguous().permute(*np.argsort(order).tolist())
+    if layout == "page_head":
+        with pytest.raises(ValueError, match="the bytes of a token lie apart"):
+            device_copies._rows(here, [*there], size)
+        return
+    mine, theirs = device_copies._rows(here, [*there], size)
+    parts = [(0, 3)] * 2 if layout == "page_first" else [(slice(None),)] * 2
+    expected = [
+        layer[:, token].reshape(pages, -1) for layer, tokens in zip(here, parts, strict=True) for token in tokens
+    ]
+    for found in (mine, theirs):
+        assert [part.view(torch.float32).tolist() for part in found] == [part.tolist() for part in expected]
 
 
 def test_a_storage_behind_the_host_makes_a_load_back_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +309,7 @@ def test_a_page_is_the_same_in_every_layout(layout: str, page_size: int) -> None
                 buffer[page, layer, offset] = each[layer, slot]
             else:
                 buffer[page, :, offset, layer] = each[layer, slot]
-    assert torch.equal(host_cache.by_layer(buffer, layout, page_size).reshape(each.shape), each)
+    assert torch.equal(by_layer(buffer, layout, page_size).reshape(each.shape), each)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=40))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.ops.end_hash.reference import end_hashes
-from kvcanary.recorder.engines.vllm.connectors.ends import MAX_LOOKED_AT, DeviceEnds, Page
+from kvcanary.recorder.engines.common.copy_bounds import MAX_LOOKED_AT
+from kvcanary.recorder.engines.vllm.connectors.ends import DeviceEnds, Page
 
 EACH, SIZES = 2, (64, 12)
 GROUPS: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]

@@ -59,6 +59,7 @@ class Storage:
         self._unknown: set[int] = set()
         self._moves: deque[Move] = deque()
         self._coming: list[list[int]] = []  # pages of fetches that are under way, or not recorded yet
+        self.fetches = 0  # that have begun
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hooks around the controller's functions that store and fetch pages, by their names."""
@@ -80,6 +81,7 @@ class Storage:
         host, came = self._pages(host_indices), 0
         before = int(getattr(operation, "completed_tokens", 0) or 0)
         self._coming.append(host.tolist())
+        self.fetches += 1
         try:
             answer = yield
             # Older versions, 0.5.16 among them, count what has come at the operation.

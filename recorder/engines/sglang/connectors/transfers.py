@@ -192,12 +192,3 @@ def room_of(req: Any) -> int:
 def to_nobody(connection: Any) -> bool:
     """Say whether a sender or receiver is the one that SGLang takes where nothing is sent: for health checks."""
     return type(connection).__name__.startswith("FakeKV")
-
-
-def record_unknown(
-    recorder: Recorder | DeviceRecorder, group: int, slots: Int64Array, note: str, *, read: bool = False
-) -> None:
-    """Record that slots of a group are filled with what nobody here knows; `read`: with the bytes that lie there."""
-    filled: dict[str, Any] = {"direction": RECEIVE, "room": -1, "group": group, "slots": slots, "note": note}
-    recorder.transfer("start", **filled)
-    recorder.transfer("end", **filled, read=read)

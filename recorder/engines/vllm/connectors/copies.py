@@ -19,10 +19,11 @@ from ....capture.host_arrays import CopyEnds, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
 from ...common.copy_bounds import LATE_STEPS, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
+from ...common.end_looks import Known, Look
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
 from ...common.requests import request_id_of
 from ..layout import VllmLayout
-from .ends import DeviceEnds, HostEnds, Known, Look, Page, Storage
+from .ends import DeviceEnds, HostEnds, Page, Storage
 
 MAX_ENDED: Final = 256  # loads that have ended and are not recorded yet: the slots of older ones stay unknown
 

@@ -5,23 +5,21 @@ On the host all of a block's bytes are read. On a device, which reads the pinned
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .....kernels.arrays import Int64Array
-from .....kernels.ops.end_hash.reference import MOST_WORDS, PART_FIELDS, end_hashes, mixed, part_words
+from .....kernels.ops.end_hash.reference import MOST_WORDS, PART_FIELDS, end_hashes, part_words
 from ....capture.device.host_copy import HostCopy
-from ...common.copy_bounds import MAX_HASHED_BYTES
+from ...common.copy_bounds import MAX_HASHED_BYTES, MAX_LOOKED_AT
+from ...common.end_looks import Known, Look, Sums
 from ..layout import VllmGroup, VllmLayout
 
 if TYPE_CHECKING:
     from .copies import ConnectorCopies
 
 Bytes = npt.NDArray[np.uint8]
-
-MAX_LOOKED_AT: Final = 8 << 20  # the same of a device's
 
 
 class Page(NamedTuple):
@@ -60,64 +58,6 @@ class RowStorage(Protocol):
 
     def row_there(self, page: Page) -> tuple[int, int]:
         """Return the row of a page there, and its place in it."""
-
-
-class Look(Protocol):
-    """Hashes of what lay somewhere when it was looked at, `[n]`, 0 for what was not read."""
-
-    def read(self) -> Int64Array:
-        """Return them; of a device by the recorder's thread, which may wait for them."""
-
-    def of(self, kept: Sequence[int]) -> "Look":
-        """Return some of them."""
-
-
-class Known(NamedTuple):
-    """Hashes that are there already."""
-
-    values: Int64Array
-
-    def read(self) -> Int64Array:
-        """Return them."""
-        return self.values
-
-    def of(self, kept: Sequence[int]) -> Look:
-        """Return some of them."""
-        return Known(self.values[list(kept)])
-
-
-class Sums:
-    """Hashes of `n` pages that a device adds up: `parts` are places among them and their two sums."""
-
-    def __init__(self, n: int, parts: list[tuple[list[int], HostCopy]]) -> None:
-        self._parts = parts
-        self._values = np.zeros(n, np.int64)
-
-    def read(self) -> Int64Array:
-        """Return them; waits until they are there."""
-        parts, self._parts = self._parts, []
-        for at, sums in parts:
-            self._values[at] = mixed(*sums.read().reshape(2, -1))
-        return self._values
-
-    def of(self, kept: Sequence[int]) -> Look:
-        """Return some of them."""
-        return Some(self, tuple(kept))
-
-
-class Some(NamedTuple):
-    """Some of the hashes of a look."""
-
-    look: Look
-    kept: tuple[int, ...]
-
-    def read(self) -> Int64Array:
-        """Return them."""
-        return self.look.read()[list(self.kept)]
-
-    def of(self, kept: Sequence[int]) -> Look:
-        """Return some of them."""
-        return Some(self.look, tuple(self.kept[i] for i in kept))
 
 
 class HostEnds:
