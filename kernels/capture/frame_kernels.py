@@ -22,9 +22,11 @@ from .frame_parts import (
     GROUPS_AT,
     LENS_AT,
     NEXT_COUNTERS_ROW,
+    NOT_SAID,
     NUM_COUNTERS,
     POOL_WORDS,
     PROGRAMS,
+    STATE_SAID,
     STATE_VALUES,
     STATES_AT,
     WATCH,
@@ -224,14 +226,25 @@ def attention_kernel(
         _count_as_done(ticket, counters_of(ticket))
 
 
-@_kernel(4)
-def state_kernel(ticket, first, second, numbers, AFTER: tl.constexpr, SAVED: tl.constexpr, TILE: tl.constexpr):
+@_kernel(6)
+def state_kernel(
+    ticket,
+    first,
+    second,
+    first_reads,
+    second_reads,
+    numbers,
+    AFTER: tl.constexpr,
+    SAVED: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Put the slots of recurrent state that a pool's layers get into the frame, and the hash of each, or with `AFTER` the
-    hashes alone, of the same slots; behind `begin_kernel`. Of padding, and of a request that begins, nothing is read before.
-    With `SAVED` the slots are in `first`, and how many tokens their states are behind in `second`.
+    hashes alone, of the same slots; behind `begin_kernel`. Of padding, and of a request that begins, nothing is read before:
+    one of no prefix, unless the reads say who does. With `SAVED` the slots are in `first`, and how many tokens their states
+    are behind in `second`.
     """
     if tl.load(ticket) != 0:
-        place, pool, bs, num_first, num_second, first_stride, second_stride = numbers
+        place, pool, bs, num_first, num_second, first_stride, second_stride, first_said, second_said = numbers
         frame = frame_of(ticket)
         of_pool = descriptor_of(ticket) + STATES_AT + pool * POOL_WORDS
         out = frame + tl.load(ticket + LENS_AT) + 2 * bs + place * STATE_VALUES * bs
@@ -239,6 +252,7 @@ def state_kernel(ticket, first, second, numbers, AFTER: tl.constexpr, SAVED: tl.
             is_request = tl.load(frame + request) > 0
             if AFTER:
                 slot = tl.load(out + request)
+                slot = tl.where(slot < 0, slot, slot % STATE_SAID)
                 tl.store(out + 2 * bs + request, slot_hash(of_pool, tl.where(is_request, slot, -1), TILE))
             elif SAVED:
                 slot = tl.load(first + request * first_stride, mask=request < num_first, other=-1).to(tl.int64)
@@ -251,8 +265,14 @@ def state_kernel(ticket, first, second, numbers, AFTER: tl.constexpr, SAVED: tl.
                 slot = tl.load(first + request * first_stride, mask=behind < 0, other=-1).to(tl.int64)
                 other = tl.load(second + behind * second_stride, mask=in_second, other=-1).to(tl.int64)
                 slot = tl.where(in_second, other, slot)
-                read = is_request & (tl.load(frame + bs + request) > 0)
-                tl.store(out + request, slot)
+                # Of the reads the strides are said, or that all or nobody knows who do.
+                own = tl.load(first_reads + request * first_said, mask=(behind < 0) & (first_said >= 0), other=1)
+                others = tl.load(second_reads + behind * second_said, mask=in_second & (second_said >= 0), other=1)
+                reads = tl.where(in_second, others, own) != 0
+                is_said = tl.where(in_second, second_said, first_said) != NOT_SAID
+                read = is_request & tl.where(is_said, reads, tl.load(frame + bs + request) > 0)
+                on_top = tl.where(is_said & (slot >= 0), (reads.to(tl.int64) + 1) * STATE_SAID, 0)
+                tl.store(out + request, slot + on_top)
                 tl.store(out + bs + request, slot_hash(of_pool, tl.where(read, slot, -1), TILE))
         _count_as_done(ticket, counters_of(ticket))
 

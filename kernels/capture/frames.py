@@ -41,6 +41,9 @@ ATTENTION_ENTRY: Final = 4  # group of the runner, request, position, slot that 
 # state that is saved its slot, how many tokens it is behind, and the hash after the forward.
 STATE_SLOT, STATE_BEFORE, STATE_AFTER = range(3)
 STATE_VALUES: Final = 3
+# On top of a slot, where it is said whether its request begins with the state that lies there: this if not, twice this if so.
+STATE_SAID: Final = 1 << 40
+NOT_SAID, ALL_READ = -1, -2  # in place of the stride of what says so
 
 # A runner's descriptor: words of the head (how many of each part), each group, full-to-SWA table, stream, block table.
 GROUPS_AT: Final = 16
@@ -305,6 +308,9 @@ class StateIndices(NamedTuple):
 
     first: Any  # [any] of the first requests
     second: Any | None = None  # [any] of those behind them
+    # Whether these begin with the state that lies there: `[any]` bool of each, True if all do, None if nobody says it.
+    first_reads: Any | None = None
+    second_reads: Any | None = None
 
 
 class SavedStates(NamedTuple):

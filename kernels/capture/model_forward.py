@@ -6,7 +6,9 @@ from typing import Any, Final
 from ..constants import ANY_NUMBER
 from .frame_kernels import attention_kernel, begin_kernel, end_kernel, state_kernel, write_ticket_kernel
 from .frames import (
+    ALL_READ,
     MAX_CARRIED,
+    NOT_SAID,
     AttentionLens,
     AttentionTensors,
     CarriedValues,
@@ -154,6 +156,7 @@ class ModelForward:
         "_given",
         "_launches",
         "_lut_int64",
+        "_no_bools",
         "address",
         "attention",
         "bs",
@@ -181,6 +184,7 @@ class ModelForward:
         self.states = states
         self.programs = PROGRAMS * ((3 if isinstance(attention, AttentionTensors) else 2) + 2 * len(states))
         self._given = given
+        self._no_bools = given.rows[:0].bool() if states else None
         self._launches = launches_on(ticket)
         self._lut_int64 = lut_int64
         self.kept: Any = None  # for whoever has it fill frames: what is the same for each
@@ -234,16 +238,23 @@ class ModelForward:
         self._look_at_states(after=True)
         self._launches.launch(end_kernel, PROGRAMS, (self.ticket, self.bs, self.tokens), (TILE,))
 
+    def _who_reads(self, told: Any) -> tuple[Any, int]:
+        """Return where it is said who begins with a state, and the stride there: always bools, for which kernels are compiled."""
+        if told is None or told is True:
+            return self._no_bools, NOT_SAID if told is None else ALL_READ
+        return told, told.stride(0)
+
     def _look_at_states(self, *, after: bool) -> None:
         pools = sum(isinstance(one, StateIndices) for one in self.states)
         for place, one in enumerate(self.states):
-            first, second = one
+            first, second = one[:2]
             other = first if second is None else second
             counts = min(first.numel(), self.bs), 0 if second is None else other.numel()
-            numbers = place, place % pools, self.bs, *counts, first.stride(0), other.stride(0)
+            reads, said = zip(*(self._who_reads(told) for told in one[2:] or (None, None)), strict=True)
+            numbers = place, place % pools, self.bs, *counts, first.stride(0), other.stride(0), *said
             self._launches.launch(
                 state_kernel,
                 PROGRAMS,
-                (self.ticket, first, other, numbers),
+                (self.ticket, first, other, *reads, numbers),
                 (after, isinstance(one, SavedStates), TILE),
             )

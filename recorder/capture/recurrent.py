@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
+from ...kernels.capture.frames import STATE_SAID
 from ...kernels.ops.state_hash.reference import state_hashes
 from ..state.recurrent import CLEAR, COPY, SAVE, STEP
 from ..trace.header import StatePool, TraceHeader
@@ -95,28 +96,31 @@ class RecurrentCapture:
     ) -> dict[str, Int64Array]:
         """Return the columns of a forward that a device has captured; `reads` `[bs]` bool are the requests that read.
 
-        `found` has of each of the runner's pools `[3, bs]`: slots, hashes before and after; nothing if it was not looked at.
+        `found` has of each of the runner's pools `[3, bs]`: slots, hashes before and after; nothing if it was not looked at. Where a
+        slot says who reads (`STATE_SAID`), it is these.
         Behind these, of each pool that has states saved, the slots, how many tokens they are behind, and hashes after. A pool
         of which a slot does not exist is left out: then nobody knows what was written.
         """
         ops, self._waiting = self._waiting, []
         mine = [number for number, pool in enumerate(self._pools) if pool.runner == runner]
-        seen = () if self._unknown else found
-        of_pools = [
-            (pool, values, (rows > 0) & (values[0] != -1)) for pool, values in zip(mine * 2, seen, strict=False)
-        ]
+        of_pools: list[tuple[int, Int64Array, Int64Array, BoolArray]] = []
+        for place, (pool, values) in enumerate(zip(mine * 2, () if self._unknown else found, strict=False)):
+            slots = np.where(values[0] < 0, values[0], values[0] % STATE_SAID)
+            begins = np.where(values[0] < STATE_SAID, reads, values[0] >= 2 * STATE_SAID)
+            sources = np.where(begins, slots, -1) if place < len(mine) else values[1]
+            of_pools.append((pool, slots, sources, (rows > 0) & (slots != -1)))
         out = {
             pool
-            for pool, values, live in of_pools
-            if ((values[0, live] < 0) | (values[0, live] >= self._pools[pool].num_slots)).any()
+            for pool, slots, _, live in of_pools
+            if ((slots[live] < 0) | (slots[live] >= self._pools[pool].num_slots)).any()
         }
         seen_ops: list[tuple[int, ...]] = []
-        for place, (pool, values, live) in enumerate(of_pools):
+        for place, (pool, slots, sources, live) in enumerate(of_pools):
+            op, (_, before, after) = (STEP if place < len(mine) else SAVE), found[place]
             for request in np.flatnonzero(live).tolist() if pool not in out else ():
-                slot, before, after = values[:, request].tolist()
-                source, old = (slot if reads[request] else -1), self._kept(before)
-                op = (STEP, request, source, slot, old) if place < len(mine) else (SAVE, request, before, slot, 0)
-                seen_ops.append((pool, *op, self._kept(after)))
+                old = self._kept(int(before[request])) if op == STEP else 0
+                place_of = int(sources[request]), int(slots[request])
+                seen_ops.append((pool, op, request, *place_of, old, self._kept(int(after[request]))))
         return _columns(ops + sorted(seen_ops, key=itemgetter(0)))
 
     def lose(self) -> None:

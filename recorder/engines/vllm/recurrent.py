@@ -111,15 +111,24 @@ class VllmStates:
 
         `given` are the layers' metadata; whole graphs run more decodes than there are, which come last.
         """
-        return tuple(StateIndices(*self._there(given, layer, bs) or (nothing,)) for layer in self._layers)
+        return tuple(self._there(given, layer, bs) or StateIndices(nothing) for layer in self._layers)
 
-    def _there(self, given: Any, layer: str, bs: int) -> tuple[Any, ...] | None:
+    def _there(self, given: Any, layer: str, bs: int) -> StateIndices | None:
         mine = given.get(layer) if isinstance(given, dict) else None
         parts = [part[:, 0] if part.ndim == 2 else part for part in _blocks(mine)]
         if self._failed or not parts or any(part.ndim != 1 for part in parts):
             return None
         counted = sum(map(len, parts))
-        return tuple(parts) if counted == bs or (len(parts) == 1 and counted >= bs) else None
+        if counted != bs and not (len(parts) == 1 and counted >= bs):
+            return None
+        decodes, (of_decodes, of_prefills) = _decodes(mine), _said(mine)
+        if len(parts) == 1 and decodes is not None and 0 <= decodes <= counted:
+            parts = [parts[0][:decodes], parts[0][decodes:]]
+        if len(parts) == 1 or len(parts[0]) != decodes:
+            return StateIndices(*parts)
+        first, second = parts
+        whole = of_prefills is not None and len(of_prefills) >= len(second)
+        return StateIndices(first, second, True if of_decodes is None else of_decodes, of_prefills if whole else None)
 
     def without(self, header: TraceHeader, reason: str) -> TraceHeader:
         """Return a header without these pools, which says why; nothing is recorded of them."""
@@ -182,15 +191,25 @@ def _goes_on(metadata: Any, prefix: Int64Array) -> BoolArray:
     Where metadata do not say it, it is who has a prefix of tokens, `prefix` `[bs]`.
     """
     found: BoolArray = prefix > 0
-    decodes = getattr(metadata, "num_decodes", None)
-    if not isinstance(decodes, int) or not 0 <= decodes <= prefix.size:
+    decodes, (of_decodes, of_prefills) = _decodes(metadata), _said(metadata)
+    if decodes is None or not 0 <= decodes <= prefix.size:
         return found
-    said = getattr(metadata, OF_DECODES, None)
-    found[:decodes] = True if said is None else own_int64(said[:decodes]) != 0
-    flags = next((part for name in OF_PREFILLS if (part := getattr(metadata, name, None)) is not None), None)
-    if flags is not None and len(flags) >= prefix.size - decodes:
-        found[decodes:] = own_int64(flags[: prefix.size - decodes]) != 0
+    found[:decodes] = True if of_decodes is None else own_int64(of_decodes[:decodes]) != 0
+    if of_prefills is not None and len(of_prefills) >= prefix.size - decodes:
+        found[decodes:] = own_int64(of_prefills[: prefix.size - decodes]) != 0
     return found
+
+
+def _decodes(metadata: Any) -> int | None:
+    """Return how many of a batch's requests, the first ones, a layer takes for decodes; None if its metadata do not say it."""
+    found = getattr(metadata, "num_decodes", None)
+    return found if isinstance(found, int) else None
+
+
+def _said(metadata: Any) -> tuple[Any, Any]:
+    """Return what a layer's metadata say of who begins with a state: of decodes, which all do if it is None, and of prefills."""
+    flags = (getattr(metadata, name, None) for name in OF_PREFILLS)
+    return getattr(metadata, OF_DECODES, None), next((one for one in flags if one is not None), None)
 
 
 def _blocks(metadata: Any) -> list[Any]:

@@ -58,8 +58,12 @@ class Engine:
         self.host.state_changed(what, pool=pool, slots=to, sources=of)
         self.device.state_changed(what, pool=pool, slots=to, sources=of)
 
-    def forward(self, rows, prefix, slots, *, host=True, saves=(), **how):
-        """One token for each request; `slots[pool]` are read and written, and `saves[pool]` are slots and tokens `[2, bs]`."""
+    def forward(self, rows, prefix, slots, *, host=True, saves=(), reads=None, **how):
+        """One token for each request; `slots[pool]` are read and written, and `saves[pool]` are slots and tokens `[2, bs]`.
+
+        Who has a prefix begins with the state that lies there, if `reads` `[bs]` does not say who does.
+        """
+        goes_on = np.array(prefix) > 0 if reads is None else np.array(reads)
         slots = [np.array(one, np.int64) for one in slots]
         saved = [*saves, *[np.zeros((2, 0), np.int64)] * (len(slots) - len(saves))]
         if host:
@@ -75,12 +79,12 @@ class Engine:
                     out_cache_loc=(np.arange(len(rows)) + 1,),
                     reads=(self.table,),
                     states=tuple(
-                        StateAccess(np.where(np.array(prefix) > 0, one, -1), one, False, *more)
+                        StateAccess(np.where(goes_on, one, -1), one, False, *more)
                         for one, more in zip(slots, saved, strict=True)
                     ),
                 )
             )
-        self._begin_on_device(rows, prefix, slots, saves=saves, **how)
+        self._begin_on_device(rows, prefix, slots, saves=saves, reads=reads, **how)
         for pool, one in enumerate(slots):
             for row, slot in zip(rows, one.tolist(), strict=True):
                 for part in self.parts[pool]:
@@ -94,13 +98,28 @@ class Engine:
         for recorder in (self.host, self.device) if host else (self.device,):
             recorder.after_forward()
 
-    def _begin_on_device(self, rows, prefix, slots, *, saves=(), split=None, spaced=1, slot_type=torch.int32):
+    def _begin_on_device(
+        self, rows, prefix, slots, *, saves=(), reads=None, split=None, spaced=1, slot_type=torch.int32
+    ):
         def tensor(values):
             there = torch.full((len(values) * spaced + 1,), 77, dtype=slot_type)
             there[: len(values) * spaced : spaced] = torch.from_numpy(values).to(slot_type)
             return there[: len(values) * spaced : spaced]
 
-        cut = [(one, None) if split is None else (one[:split], one[split:]) for one in slots]
+        def flags(values):
+            if values is not None and len(values) and all(values):
+                return True
+            return (
+                None if values is None else torch.tensor([[value, not value] for value in values]).reshape(-1, 2)[:, 0]
+            )
+
+        def of_parts(values):
+            return (values, None) if split is None or values is None else (values[:split], values[split:])
+
+        def indices(one):
+            (first, second), who = of_parts(one), map(flags, of_parts(reads))
+            return StateIndices(tensor(first), None if second is None else tensor(second), *who)
+
         longs = torch.tensor(prefix, dtype=torch.int64)
         self.device.before_forward(
             DeviceForward(
@@ -114,7 +133,7 @@ class Engine:
                 num_tokens=len(rows),
                 requests=BatchRequests(ids=np.array(rows, np.int64) * 7),
                 states=(
-                    *(StateIndices(tensor(first), None if second is None else tensor(second)) for first, second in cut),
+                    *map(indices, slots),
                     *(SavedStates(torch.from_numpy(to), tensor(tokens)) for to, tokens in saves),
                 ),
             )
@@ -154,6 +173,7 @@ def test_a_careless_engine_is_taken_down_alike(tmp_path):
                 (np.where(rng.random(bs) < 0.5, -1, rng.permutation(STATES)[:bs]), rng.integers(0, 9, bs))
                 for _ in range(number % 3)
             ],
+            reads=(rng.random(bs) < (0.5, 1.1)[number // 6 % 2]).tolist() if number % 6 < 4 else None,
             split=None if number % 3 else int(rng.integers(0, bs + 1)),
             spaced=1 + number % 2,
             slot_type=(torch.int32, torch.int64)[number // 2 % 2],
@@ -251,3 +271,17 @@ def test_after_a_change_that_was_not_seen_nothing_is_judged(tmp_path):
         engine.device.give_up_states()
 
     assert not serve(tmp_path, unseen).get("state_differs")
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_begins_with_a_state_is_what_the_layers_are_told(tmp_path, goes_on):
+    """A request without a prefix that goes on from another's state, and one that begins anew in the middle."""
+    engine = Engine(tmp_path, np.random.default_rng(4))
+    for position in range(4):
+        engine.forward([1], [position], [[1], [1]], reads=[position > 0])
+    row, position = (2, 0) if goes_on else (1, 4)
+    engine.forward([row], [position], [[1], [1]], reads=[goes_on])
+    host, device = engine.close()
+    assert device == host
+    found = replay(engine.device.path, settings=ReplaySettings(), report=None).findings_by_kind
+    assert found.get("state_differs") == 2  # in each pool

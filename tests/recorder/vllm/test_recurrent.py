@@ -143,7 +143,8 @@ def test_on_a_device_nothing_is_read_and_padding_behind_the_decodes_is_left_out(
     def found(decodes: Any, prefills: Any, bs: int) -> list[Any]:
         metadata = SimpleNamespace(state_indices_tensor_d=decodes, state_indices_tensor_p=prefills)
         (one,) = states.on_device({layer: metadata}, bs, nothing)
-        return [None if part is None else part.tolist() for part in one]
+        assert one[2:] == (None, None)  # nobody says who begins with a state
+        return [None if part is None else part.tolist() for part in one[:2]]
 
     ints = torch.tensor
     assert found(ints([[4], [2]]), ints([5]), 3) == [[4, 2], [5]]
@@ -184,3 +185,18 @@ def test_metadata_say_who_begins_with_the_state_that_lies_in_its_block(said: dic
     ((given, _, _),) = states.beside([(forward(3, 0, 7, 0), (), np.arange(4))], step)
     assert given.states[0].reads.tolist() == reads
     assert given.states[0].writes.tolist() == [4, 2, 5, 6]
+    on_gpu = VllmStates(runner(device="cuda", v1=True))
+    on_gpu.add(1, GROUP, spec(), BLOCKS)
+    (there,) = on_gpu.on_device(step.given, 4, blocks[:0])
+    first = 4 if there.second is None else len(there.first)
+    prefix, told = [3, 0, 7, 0], []
+    for begin, end, said_of in ((0, first, there.first_reads), (first, 4, there.second_reads)):
+        told += (
+            [p > 0 for p in prefix[begin:end]]
+            if said_of is None
+            else [True] * (end - begin)
+            if said_of is True
+            else said_of[: end - begin].tolist()
+        )
+    slots = [*there.first.tolist(), *([] if there.second is None else there.second.tolist())]
+    assert [slot if goes_on else -1 for slot, goes_on in zip(slots, told, strict=True)] == reads
