@@ -168,9 +168,9 @@ FAULTS = {
     "llama-several-files": FILE_FAULTS,
     "llama-async": ("block_table", "slot_mapping", "token"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
-    "recurrent": ("state_byte", "state_block", "state_copy"),
+    "recurrent": ("state_byte", "state_block", "state_begin", "state_copy"),
     "recurrent-nocache": ("state_byte", "state_block"),
-    "delta": ("state_byte", "state_block", "state_copy"),
+    "delta": ("state_byte", "state_block", "state_begin", "state_copy"),
     "delta-nocache": ("state_byte", "state_block"),
     "hybrid-async": (
         "block_table",

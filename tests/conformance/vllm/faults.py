@@ -47,7 +47,7 @@ def install_faults() -> None:
         return
     if fault == "nan_value":
         install_value_faults(injector)
-    if fault in ("state_block", "state_copy"):
+    if fault in ("state_block", "state_begin", "state_copy"):
         install_state_faults(injector, GPUModelRunner)
         return
     GPUModelRunner._preprocess = faulty_preprocess
@@ -103,7 +103,7 @@ def install_state_faults(injector, runner_class) -> None:
         def faulty_build(builder, *args, **kwargs):
             metadata = build(builder, *args, **kwargs)
             runner, output = injector.stepping
-            if output.num_scheduled_tokens and injector.fault == "state_block":
+            if output.num_scheduled_tokens and injector.fault != "state_copy":
                 injector.before(runner, output, metadata)
             return metadata
 
@@ -298,6 +298,17 @@ class Injector(LayerFaults, DraftFaults):
         (mine, n), (theirs, m) = places[row], places[self._rng.choice(others)]
         mine[n] = theirs[m].clone()
         return {"slot": int(mine[n].reshape(-1)[0])}
+
+    def state_begin(self, runner, fed, row, name, prefix, at, extend):
+        """Let a prompt that begins go on from what lies in its block, or one that goes on begin with nothing."""
+        flags = getattr(fed, "has_initial_states_p", getattr(fed, "prefill_has_initial_state", None))
+        slots = [getattr(fed, name, None) for name in ("state_indices_tensor_p", "non_spec_state_indices_tensor")]
+        if flags is None or row < fed.num_decodes:
+            return None
+        flags[row - fed.num_decodes].logical_not_()
+        (mine,) = [part for part in slots if part is not None]
+        at = row - (fed.num_decodes if slots[0] is not None else 0)
+        return {"slot": int(mine[at].reshape(-1)[0])}
 
     def attention_prefix(self, runner, fed, row, name, prefix, at, extend):
         """Let attention lose the cached prefix of a request: it is told of the step's own tokens only."""

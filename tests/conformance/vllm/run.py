@@ -228,6 +228,7 @@ def document(results: list, *, whole: bool, minutes: float) -> str:
         "| draft_lost_write | the draft's layer stores nothing of a token |",
         "| state_byte | a byte of the recurrent state that a request goes on from is flipped |",
         "| state_block | recurrent layers go on from another request's state, and write theirs there |",
+        "| state_begin | a prompt that begins goes on from what lies in its block, or one that goes on begins with nothing |",
         "| state_copy | the state for a new block is copied from the prompt's first block, not the last |",
         "| store_wrong | a block lies in the storage with other bytes |",
         "| store_twice | two blocks are stored in one place |",

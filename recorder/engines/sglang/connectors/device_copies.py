@@ -49,7 +49,9 @@ class DeviceCopies:
     def __init__(self, controller: Any, recorder: DeviceRecorder, here: Sequence[Any], there: Sequence[Any]) -> None:
         import torch
 
-        self._controller, self._recorder = controller, recorder
+        from .....kernels.ops.end_hash.triton import end_sums
+
+        self._controller, self._recorder, self._sums = controller, recorder, end_sums
         self._page_size = page_size = int(controller.page_size)
         self.storage: Storage | None = None
         self._device = here[0].device
@@ -61,6 +63,7 @@ class DeviceCopies:
             self._pools.append((words.to(self._device), layers[0].shape[0]))
             self._most = MAX_LOOKED_AT // (len(layers) * 4 * WORDS)
         self._loaded: Any = None  # the device's word that what was loaded last has been looked at
+        end_sums(self._pools[HERE][0], torch.zeros((2, 1), dtype=torch.int64, device=self._device))  # compiles it
 
     def _fetches(self) -> int:
         return 0 if self.storage is None else self.storage.fetches
@@ -177,14 +180,12 @@ class DeviceCopies:
 
     def _look(self, which: int, pages: Pages) -> Sums:
         """Look at pages of a pool when the current stream comes to this point."""
-        from .....kernels.ops.end_hash.triton import end_sums
-
         wanted = (pages.pool, pages.host)[which]
         if wanted.is_cuda:
             import torch
 
             wanted.record_stream(torch.cuda.current_stream(self._device))
-        sums = HostCopy(end_sums(self._pools[which][0], wanted))
+        sums = HostCopy(self._sums(self._pools[which][0], wanted))
         return Sums(pages.num, [(list(range(wanted.shape[1])), sums)])
 
     def _guarded(self, record: Callable[[], None]) -> None:

@@ -20,6 +20,8 @@ def plugin():
     damage = os.environ.get("CONFORMANCE_DAMAGE", "")
     if damage.startswith("state"):
         damage_states(damage)
+    elif damage.startswith("host"):
+        damage_copies(damage)
     elif damage:
         damage_forwards(damage)
 
@@ -82,6 +84,50 @@ def damage_forwards(what):
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw", forward_raw, HookType.AROUND
     )
+
+
+def damage_copies(what):
+    """Do damage to one copy of HiCache's: "host-stored" and "host-another" let pages go to one another's places on the host, and
+    come from there; "host-changed" changes what lies on the host before it comes back, "host-nothing" brings nothing back.
+    """
+    from sglang.srt.managers.cache_controller import HiCacheController
+
+    done, at, moves = [], [""], HiCacheController.move_indices
+
+    def say(slot):
+        done.append(True)
+        print(f"kv_canary perturb {what} slot={int(slot)}", flush=True)
+
+    def moved(self, host, device):
+        host, device = moves(self, host, device)
+        wanted = {"host-stored": "start_writing", "host-another": "start_loading"}.get(what)
+        if at[0] == wanted and not done and len(host) >= 2 * self.page_size:
+            host = host.roll(self.page_size)
+            say(host[0])
+        return host, device
+
+    def begins(name, original):
+        def begin(self):
+            at[0] = name
+            if name == "start_loading" and self.load_queue and not done:
+                pool, slot = self.mem_pool_host, int(self.load_queue[0].host_indices[0])
+                if what == "host-changed":
+                    self.write_stream.synchronize()
+                    pool.k_buffer[0, slot] += 1
+                    say(slot)
+                elif what == "host-nothing":
+                    load, pool.load_to_device_per_layer = pool.load_to_device_per_layer, lambda *_, **__: None
+                    result = original(self)
+                    pool.load_to_device_per_layer = load
+                    say(slot)
+                    return result
+            return original(self)
+
+        return begin
+
+    HiCacheController.move_indices = moved
+    for name in ("start_writing", "start_loading"):
+        setattr(HiCacheController, name, begins(name, getattr(HiCacheController, name)))
 
 
 def damage_states(what):

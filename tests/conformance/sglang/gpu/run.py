@@ -135,9 +135,20 @@ def result_of(run: GpuRun, place: Path) -> dict:
     if run.host_cache:
         from kvcanary.recorder.trace.reader import read_trace
 
-        copies = Counter(event.scalar("note") for event in read_trace(traces[0]) if event.kind == "kv_copy")
+        events = [event for event in read_trace(traces[0]) if event.kind == "kv_copy"]
+        copies = Counter(event.scalar("note") for event in events)
         expected = ["offload", "load-back", *(["to storage", "from storage"] if run.host_cache == "storage" else [])]
         differences += [f"no copy is called {note}" for note in expected if not copies[note]]
+        hashed = {"offload": ["copy_src_hash"], "load-back": ["copy_src_hash", "copy_dst_hash"]}
+        without = [
+            event.scalar("note")
+            for event in events
+            for name in hashed.get(event.scalar("note"), [])
+            if len(event.ints("copy_count")) and not (len(event.ints(name)) and event.ints(name).all())
+        ]
+        differences += [f"{count} ends of a copy called {note} were not hashed" for note, count in Counter(without).items()]
+        if run.damage and not (result["injected"] and summary["findings_by_kind"].get("copy_differs")):
+            differences.append(f"a copy was damaged {result['injected']} times, and the replay found nothing")
     if run.states_watched:
         unseen = forwards_without_states(traces[0])
         if unseen:

@@ -94,6 +94,10 @@ RUNS = (
         for name, host_cache in (("host-cache", "host"), ("host-cache-storage", "storage"))
         for kind in ("off", "recorded")
     ),
+    *(
+        GpuRun(name=f"host-cache-{what}", page=16, canary=False, again=4, host_cache="host", damage=f"host-{what}")
+        for what in ("stored", "another", "changed", "nothing")
+    ),
     # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves
     GpuRun(name="recurrent-eager-off", model=RECURRENT, graph=False, canary=False, recorded=False),
     GpuRun(name="recurrent-eager-recorded", model=RECURRENT, graph=False, canary=False),

@@ -34,7 +34,7 @@ def install_faults() -> None:
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
         return
-    if fault in ("state_block", "state_copy"):
+    if fault in ("state_block", "state_begin", "state_copy"):
         install_state_faults(injector, GPUModelRunner)
         return
     preprocess = GPUModelRunner._preprocess

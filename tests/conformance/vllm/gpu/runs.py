@@ -105,7 +105,8 @@ def _recurrent() -> tuple[GpuRun, ...]:
                 name = f"{runner}-{layers}-{shape}"
                 found.append(GpuRun(name=name, base=PLAIN[model], model=model, runner=runner, **options))
                 # What a V2 runner's layers are given is made anew behind where the others are injected.
-                faults = ("state_byte", "state_block", "state_copy")[: 1 if shape != "eager" or runner == "v2" else 3]
+                faults = ("state_byte", "state_block", "state_begin", "state_copy")
+                faults = faults[: 1 if shape != "eager" or runner == "v2" else None]
                 for fault in faults if shape != "graphs-few-blocks" else ():
                     one = GpuRun(
                         name=f"{name}-{fault}", base="none", model=model, runner=runner, fault=fault, seed=3, **options
