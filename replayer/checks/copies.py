@@ -26,13 +26,14 @@ _OTHER_ORDER: Final = "the same bytes in another order"
 class _Stored(NamedTuple):
     """What was stored in a page of the host tier: `given` lay in the slots, `held` in the storage when it was looked at.
 
-    `why` is the cause of what a further storage gave back that is not what was given, "" if it is.
+    `ended` says that the store is over, `why` is the cause of what a further storage gave back that is not what was given, "" if it is.
     """
 
     given: int
     held: int
     event: int
     slot: int
+    ended: bool
     why: str = ""
 
 
@@ -70,7 +71,10 @@ class CopyDiffers(HistoryCheck):
 
     def event(self, view: EventView) -> Iterator[Finding]:
         known, runs = self.history.known, _runs(view)
-        if not isinstance(known, CopyEvent) or not runs:
+        if not isinstance(known, CopyEvent):
+            return
+        if not runs:
+            self._unseen(known)
             return
         group, src_tier, src, dst_tier, dst, *ends = runs
         moves = view.ints("copy_count") > 0
@@ -87,6 +91,18 @@ class CopyDiffers(HistoryCheck):
         if len(self._stored) > MAX_HELD:
             self._stored.clear()
 
+    def _unseen(self, event: CopyEvent) -> None:
+        """Take note of copies that nobody looked at: in the storage lies now what lay where they came from."""
+        for copy in event.copies if self._stored else ():
+            if copy.dst_tier == TIER_HOST:
+                places = zip(copy.src.tolist(), copy.dst.tolist(), strict=True)
+                from_host = copy.src_tier == TIER_HOST
+                lies = {dst: self._stored.get((copy.group, src)) if from_host else None for src, dst in places}
+                for dst, stored in lies.items():
+                    self._stored.pop((copy.group, dst), None)
+                    if stored is not None:
+                        self._stored[copy.group, dst] = stored
+
     def _stores(
         self, event: CopyEvent, group: int, mine: BoolArray, src: Int64Array, dst: Int64Array, ends: list[Int64Array]
     ) -> Iterator[Finding]:
@@ -94,11 +110,11 @@ class CopyDiffers(HistoryCheck):
         twice, both = [], []
         for i in np.flatnonzero(mine).tolist():
             key, before = (group, int(dst[i])), self._stored.get((group, int(dst[i])))
-            pending = before is not None and (not before.held or before.event == event.event)
-            if before is not None and pending and before.given != given[i]:
+            pending = before is not None and (not before.ended or before.event == event.event)
+            if before is not None and pending and before.given and given[i] and before.given != given[i]:
                 twice.append(int(src[i]))
                 both.append(before.event)
-            self._stored[key] = _Stored(int(given[i]), int(held[i]), event.event, int(src[i]))
+            self._stored[key] = _Stored(int(given[i]), int(held[i]), event.event, int(src[i]), bool(held[i]))
         if twice:
             said = "is stored where another slot was just stored, whose store had not ended"
             yield self.of_slots(event, group, np.array(twice), said, events=both, cause=Cause("two_to_one"))
@@ -112,13 +128,13 @@ class CopyDiffers(HistoryCheck):
     ) -> Iterator[Finding]:
         wrong: list[tuple[int, int, int]] = []
         events = set()
-        for i in np.flatnonzero(mine & (ends[1] != 0)).tolist():
+        for i in np.flatnonzero(mine).tolist():
             key, held = (group, int(dst[i])), int(ends[1][i])
             stored = self._stored.get(key)
             if stored is None:
                 continue
-            self._stored[key] = stored._replace(held=held)
-            if stored.given and stored.given != held and stored.held != held:
+            self._stored[key] = stored._replace(held=held or stored.held, ended=True)
+            if held and stored.given and stored.given != held and stored.held != held:
                 wrong.append((stored.slot, stored.given, held))
                 events.add(stored.event)
         if wrong:

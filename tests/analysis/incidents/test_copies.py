@@ -37,7 +37,7 @@ class Copies:
 
     def copy(self, src: int, dst: int, ends: tuple[int, ...], count: int = PAGE, landed: int = -1, **tiers) -> None:
         hashes = [np.array([value], np.int64) for value in (*ends, 0)[:3]]
-        ends = CopyEnds(*hashes, landed=np.array([landed], np.int64))
+        ends = CopyEnds(*hashes, landed=np.array([landed], np.int64)) if ends else None
         self.recorder.kv_copy(group=0, src=[src], dst=[dst], count=[count], request_id=7, ends=ends, **tiers)
 
     def found(self, folder: Path) -> tuple[list[tuple[str, str, int]], list[str]]:
@@ -111,6 +111,32 @@ CASES = {
         [(8, 4, (RIGHT, 0), STORE), (20, 4, (OTHER, 0), STORE)],
         [("copy_differs", "two_to_one", 20)],
         ["host_copy_overwritten"],
+    ),
+    "two to one after another, the first of which is over and was not read": (
+        [
+            *((8, 4, (RIGHT, 0), STORE), (4, 4, (0, 0), SEEN), (20, 4, (OTHER, 0), STORE), (4, 4, (0, OTHER), SEEN)),
+            (4, 12, (OTHER, OTHER), LOAD),
+        ],
+        [],
+        [],
+    ),
+    "stored over by a store that nobody looked at": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (20, 4, (), STORE), (4, 12, (OTHER, OTHER), LOAD)],
+        [],
+        [],
+    ),
+    "stored over by one that nobody looked at, whose store had not ended": (
+        [(8, 4, (RIGHT, 0), STORE), (20, 4, (), STORE), (16, 4, (OTHER, OTHER), STORE)],
+        [],
+        [],
+    ),
+    "moved, and nobody looked": (
+        [
+            *((8, 4, (RIGHT, RIGHT), STORE), (4, 40, (), MOVE), (16, 4, (OTHER, OTHER), STORE), (40, 4, (), MOVE)),
+            *((4, 12, (RIGHT, RIGHT), LOAD), (4, 12, (OTHER, OTHER), LOAD)),
+        ],
+        [("copy_differs", "changed_in_store", 12)],
+        ["stored_wrong"],
     ),
     "moved": (
         [

@@ -65,9 +65,6 @@ class DeviceCopies:
         self._loaded: Any = None  # the device's word that what was loaded last has been looked at
         end_sums(self._pools[HERE][0], torch.zeros((2, 1), dtype=torch.int64, device=self._device))  # compiles it
 
-    def _fetches(self) -> int:
-        return 0 if self.storage is None else self.storage.fetches
-
     def asked(self, pool: Any, host: Any) -> None:
         """Forget what lay in slots that are to be loaded."""
         self._recorder.forget_slots(0, pool)
@@ -84,7 +81,7 @@ class DeviceCopies:
     @contextlib.contextmanager
     def store(self, ops: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         """Record slots that go to the host while the controller begins it."""
-        pages, begun = self._pages(ops), self._fetches()
+        pages, begun = self._pages(ops), 0 if self.storage is None else self.storage.fetches
         with self._stream(STORES) as behind:
             behind()
             given = self._look(HERE, pages)
@@ -95,8 +92,10 @@ class DeviceCopies:
         def record() -> None:
             (pool, host), zeros = pages.slots(), np.zeros(pages.num, np.int64)
             self._record("offload", pool, host, CopyEnds(given.read(), zeros, zeros, zeros - 1), to_host=True)
-            if self._fetches() == begun:  # else something else may have lain there by then
-                record_held(self._recorder.recorder, first_slots(host, self._page_size), held.read())
+            firsts, found = first_slots(host, self._page_size), held.read()
+            if self.storage is not None:  # another page may have lain there by then
+                found[self.storage.fetched_since(begun, firsts)] = 0
+            record_held(self._recorder.recorder, firsts, found)
 
         self._recorder.later(self._guarded, record)
 

@@ -82,7 +82,6 @@ def on_host(
 
 
 def record_held(recorder: Recorder, host: Int64Array, held: Int64Array) -> None:
-    """Record what lies in pages of the host's pool, by their first slots, once they are stored; 0 for what was not read."""
-    if held.any():
-        none = np.zeros_like(held)
-        on_host(recorder, "stored", host, host, none, CopyEnds(none, held, none, none - 1))
+    """Record that pages of the host's pool, by their first slots, are stored, and what lies there; 0 for what was not read."""
+    none = np.zeros_like(held)
+    on_host(recorder, "stored", host, host, none, CopyEnds(none, held, none, none - 1))

@@ -19,6 +19,7 @@ from ....capture.host_arrays import CopyEnds, own_int64
 from ...common.hooking import Around, Hook, beside
 
 HELD: Final = 4  # times as many pages of a storage as the host's pool has are followed
+NEWEST: Final = 64  # fetches whose pages are known once they are over
 MAX_PAGES: Final = 1 << 18  # and no more than these, whose keys the recorder keeps
 
 
@@ -60,6 +61,7 @@ class Storage:
         self._moves: deque[Move] = deque()
         self._coming: list[list[int]] = []  # pages of fetches that are under way, or not recorded yet
         self.fetches = 0  # that have begun
+        self._newest: deque[Int64Array] = deque(maxlen=NEWEST)  # their pages
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hooks around the controller's functions that store and fetch pages, by their names."""
@@ -81,6 +83,7 @@ class Storage:
         host, came = self._pages(host_indices), 0
         before = int(getattr(operation, "completed_tokens", 0) or 0)
         self._coming.append(host.tolist())
+        self._newest.append(host)
         self.fetches += 1
         try:
             answer = yield
@@ -145,6 +148,13 @@ class Storage:
     def overwritten(self, slots: Int64Array) -> BoolArray:
         """Say of each slot of the host's pool, `[n] bool`, whether the storage has put something there since the last `flush`."""
         return np.isin(self._page(slots), [page for pages in tuple(self._coming) for page in pages])
+
+    def fetched_since(self, fetches: int, slots: Int64Array) -> BoolArray:
+        """Say of each slot of the host's pool, `[n] bool`, whether a fetch has begun to fill it since there were so many."""
+        begun, newest = self.fetches - fetches, list(self._newest)
+        if begun > len(newest):
+            return np.ones(slots.size, np.bool_)
+        return np.isin(self._page(slots), np.concatenate([slots[:0], *newest[len(newest) - begun :]]))
 
     def _page(self, slots: Int64Array) -> Int64Array:
         return slots // self.page_size * self.page_size

@@ -146,7 +146,9 @@ def result_of(run: GpuRun, place: Path) -> dict:
             for name in hashed.get(event.scalar("note"), [])
             if len(event.ints("copy_count")) and not (len(event.ints(name)) and event.ints(name).all())
         ]
-        differences += [f"{count} ends of a copy called {note} were not hashed" for note, count in Counter(without).items()]
+        differences += [
+            f"{count} ends of a copy called {note} were not hashed" for note, count in Counter(without).items()
+        ]
         if run.damage and not (result["injected"] and summary["findings_by_kind"].get("copy_differs")):
             differences.append(f"a copy was damaged {result['injected']} times, and the replay found nothing")
     if run.states_watched:
