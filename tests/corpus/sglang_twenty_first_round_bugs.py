@@ -163,10 +163,10 @@ def host_slots_of_a_copy_under_way_are_given_to_the_next(fired: Fired) -> None:
     overwritten: set[int] = set()
     loaded: list[bool] = []
 
-    @replaces(UnifiedRadixCache, "evict")
-    def evict(before, cache, params):
+    @replaces(UnifiedRadixCache, "_evict")
+    def evict(before, cache, *args, **kwargs):  # at the end of a sweep it waits for all copies
         under_way.clear()
-        return before(cache, params)
+        return before(cache, *args, **kwargs)
 
     @replaces(HybridCacheController, "write")
     def write(before, controller, device_indices, *args, **kwargs):
