@@ -29,6 +29,7 @@ ROUNDS = (
     "eighteenth_round",
     "nineteenth_round",
     "twentieth_round",
+    "twenty_first_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

@@ -38,7 +38,61 @@ SETUPS = {
     "recurrent-mixed": ("lfm2", 1, 512, False, 4, False),
     "recurrent-retract": ("lfm2", 1, 512, False, 4, True),
     "llama-long": ("llama", 1, 230, False, 3, False),
+    "llama-flush": ("llama", 1, 512, False, 4, False),
+    "llama-lora": ("llama", 1, 512, False, 4, False),
+    "llama-host": ("llama", 1, 160, False, 3, False),
 }
+
+
+def ask_for_flushes() -> None:
+    """Ask the scheduler for a flush behind every third step, which an engine that is not idle refuses."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process, steps = Scheduler.process_batch_result, [0]
+
+    def then_flush(self, *args, **kwargs) -> None:
+        process(self, *args, **kwargs)
+        steps[0] += 1
+        if steps[0] % 3 == 0:
+            self.flush_cache()
+
+    Scheduler.process_batch_result = then_flush
+
+
+def unpinned(create):
+    """Return a function of torch's that does not pin what it makes."""
+
+    def created(*args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        return create(*args, **kwargs)
+
+    return created
+
+
+def options_of(setup: str) -> dict:
+    """Return what the engine is given for adapters, or for copies in the host's memory; put in place what they need."""
+    if setup == "llama-lora":
+        from request_kinds import LORA, load_adapters
+
+        load_adapters()
+        import torch
+
+        for name in ("empty", "zeros", "tensor", "arange"):  # there is no pinned memory without a device
+            setattr(torch, name, unpinned(getattr(torch, name)))
+        torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+        return LORA
+    if setup == "llama-host":
+        from host_cache import stand_in
+
+        stand_in()
+        layout = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+        return {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": 4.0,
+            "hicache_write_policy": "write_back",
+            **layout,
+        }
+    return {}
 
 
 def fired_in(forward: list[int]):
@@ -80,6 +134,8 @@ def generate(setup: str, folder: Path) -> None:
         setup == "hybrid-turns"
     ):  # without a bug this attention needs slots that its sliding pool does not have, and ends
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
+    if setup == "llama-flush":
+        ask_for_flushes()
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -91,6 +147,7 @@ def generate(setup: str, folder: Path) -> None:
         page_size=page,
         max_total_tokens=slots,
         random_seed=1,
+        **options_of(setup),
     )
     rng = random.Random(5)
 
@@ -112,8 +169,16 @@ def generate(setup: str, folder: Path) -> None:
         again = [prompts[0][:32] + tokens(9), tokens(20)]
     if setup == "recurrent-mixed":  # that go on behind prompts which were computed beside decodes
         again += [prompts[3] + tokens(3), prompts[4] + tokens(4)]
+    if setup == "llama-flush":  # of eight chunks, alone
+        again = [tokens(230)]
+    if setup == "llama-host":
+        prompts = [tokens(rng.randrange(36, 60)) for _ in range(5)]
     outputs = []
-    for number, batch in enumerate((prompts, again)):
+    for number, batch in enumerate(
+        (prompts[:2], prompts[2:4], [], prompts[4:], []) if setup == "llama-host" else (prompts, again)
+    ):
+        if setup == "llama-host" and not batch:  # goes on behind an answer, when others have taken its slots
+            batch = [prompts[i] + outputs[i] + tokens(4) for i in ((0,) if number == 2 else (1, 2))]
         if number and setup == "llama-weights":
             import torch
 
@@ -127,6 +192,13 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "hybrid-turns":
             sampling = [{**one, "max_new_tokens": 40} for one in sampling]
         salts = {}
+        if setup == "llama-lora":
+            if number:  # another adapter by the name of one that was unloaded
+                from clients import adapter_folder
+
+                engine.unload_lora_adapter("second")
+                engine.load_lora_adapter("second", adapter_folder("third"))
+            salts["lora_path"] = [("second", "first", None)[i % 3] for i in range(len(batch))]
         if setup == "llama-salts":
             salts["cache_salt"] = [f"tenant {i % 2 + number}" for i in range(len(batch))]
         outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling, **salts)]
