@@ -80,11 +80,13 @@ SETUPS = {
     "recurrent-short": ("lfm2", {}),
     "recurrent-ones": ("lfm2", {}),
     "recurrent-little": ("lfm2", {}),
+    "recurrent-together": ("lfm2", {}),
     "delta": ("qwen3_next", {"dtype": "bfloat16"}),
     "delta-units": ("qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "llama-lora-mixed": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "llama-lora-salts": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "llama-lora-reload": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "llama-loads-weights": ("llama", {"kv_transfer_config": LOADS}),
     "hybrid-halves": ("hybrid", {}),
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
@@ -183,6 +185,9 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [shared[:65], shared[:33]], again]
     if setup == "recurrent-little":  # the first of which fits in a block with its answer
         batches = [[tokens(9), *prompts], again]
+    if setup == "recurrent-together":  # the second begins with what the first has just begun to compute
+        prompts[1] = shared[:64] + tokens(6)
+        batches = [prompts, again]
     if setup == "llama-aborts":  # two that begin alike, one of which is aborted, and others that want all blocks
         batches = [[shared + tokens(6), shared + tokens(12), *(tokens(80 + i) for i in range(5))], again]
     if setup == "recurrent-ones":  # of a single token, when others have used the slots
@@ -199,9 +204,15 @@ def generate(setup: str, folder: Path) -> None:
         setup == "llama-lora-salts"
     ):  # and then the base model, some of whose requests have the adapter's name as their salt
         lora = [adapter(folder, 1, "tenant 1"), None]
+    if setup == "llama-lora-reload":  # of other weights behind the first batch
+        lora = [adapter(folder, 1)] * len(batches)
     outputs = []
     for number, batch in enumerate(batches):
-        if number == 1 and setup == "llama-loads-weights":
+        if number == 1 and setup == "llama-lora-reload":
+            llm.llm_engine.remove_lora(1)
+            adapter(folder, 1, seed=2)
+            llm.reset_prefix_cache()
+        elif number == 1 and setup == "llama-loads-weights":
             import torch
 
             weights = (
@@ -275,17 +286,17 @@ def with_new_weights(llm: Any, number: int, prompts: list, sampling: list) -> li
     return [answers[name] for name in sorted(answers)]
 
 
-def adapter(folder: Path, number: int, called: str = "tenant") -> Any:
+def adapter(folder: Path, number: int, called: str = "tenant", seed: int = 0) -> Any:
     """Write an adapter of random weights for the tiny Llama; return what a request names it by: all have one name unless told."""
     import torch
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
     place = folder / f"adapter{number}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     shape = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA", "bias": "none"}
     (place / "adapter_config.json").write_text(json.dumps({**shape, "base_model_name_or_path": "llama"}))
-    drawn, weights = torch.Generator().manual_seed(number), {}
+    drawn, weights = torch.Generator().manual_seed(seed or number), {}
     for layer in range(3):
         for name, width in (("q_proj", 192), ("v_proj", 64)):
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora"
