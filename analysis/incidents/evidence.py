@@ -15,6 +15,7 @@ from .facts import FACTS_A_SLOT, Fact
 from .observed import (
     given_at_once,
     goes_on_inside,
+    handed_round,
     its_own_slot,
     lost_all,
     misplaced,
@@ -28,6 +29,7 @@ from .observed import (
     taken_from_behind,
     twice_in_batch,
     went_elsewhere,
+    written_past_its_row,
     wrote_to_padding,
 )
 
@@ -240,13 +242,14 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     given, remapped = cluster.last(sign, "alloc"), cluster.last(sign, "remapped")
     if remapped is not None and (given is None or remapped.event > given.event):
         return Likely("table", ("stale_swa_mapping",))
-    fed = {(s.stored_token, s.expected_token) for s in head if s.kind == "input_not_sampled"}
-    if any(token != own and (own, token) in fed for token, own in fed):
+    if handed_round(cluster):
         return Likely("input", ("next_token_swap",))  # two requests were fed one another's
     if any(k.startswith("input_") for k in kinds):
         return Likely("input", _POSITIONS if seen.positions else ())
     if "attention_lens" in kinds:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
+    if written_past_its_row(cluster) is not None:
+        return Likely("allocation", ("commit_beyond_allocation",))
     apart = cluster.finding("table_entry_differs")
     if apart is not None and not content and cluster.rewrite_of(apart) is None:
         return Likely("write", ("slot_mapping", "req_to_token"))

@@ -29,7 +29,7 @@ from .places import FINDING, MAX_HELD_PLACES, Places, iter_rows, place_keys, rea
 from .ranking import make_clusters, rank
 from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY
 
-TRANSFER_DIFFERS = "transfer_differs"
+TRANSFER_DIFFERS, OUT_OF_POOL = "transfer_differs", "slot_out_of_pool"
 _SOURCES = pa.array(["violation", "finding"])
 
 
@@ -153,7 +153,9 @@ def _stamp(report: Path) -> bytes:
 
 
 def _named(places: Places, facts: Facts, groups: Sequence[PoolGroup]) -> Iterator[NamedSlots]:
-    """The slots of the events behind findings about more than one slot, and the full slots of sliding-window ones."""
+    """The slots of the events behind findings about more than one slot, the full slots of sliding-window ones, and where went
+    what a request has written and its row does not name.
+    """
     chosen = np.flatnonzero((places["source"] == FINDING) & np.isin(places["event"], list(facts.named)))
     for place in chosen.tolist():
         group = int(places["group"][place])
@@ -164,6 +166,11 @@ def _named(places: Places, facts: Facts, groups: Sequence[PoolGroup]) -> Iterato
             yield NamedSlots(place=place, group=group, slots=slots)
     for place in range(min(len(places), MAX_PLACES)):
         group = int(places["group"][place])
+        if places["source"][place] == FINDING and places.kinds[int(places["what"][place])] == OUT_OF_POOL:
+            sought = (int(places[name][place]) for name in ("request", "position", "event"))
+            written = facts.wrote_before(*sought)
+            if written is not None:
+                yield NamedSlots(place=place, group=group, slots=np.array(written[1:], np.int64))
         if not 0 <= group < len(groups) or groups[group].lut < 0:
             continue
         history = facts.of(group, int(places["slot"][place]), upto=int(places["event"][place]))

@@ -12,6 +12,31 @@ def twice_in_batch(cluster: Cluster) -> bool:
     return doubled is not None and wrote == [doubled.request_id] * 2
 
 
+def handed_round(cluster: Cluster) -> list[Sign]:
+    """Return requests of a step that were fed one another's sampled tokens, each that of the one behind it; none if none were."""
+    fed: dict[tuple[int, int], Sign] = {}
+    for sign in cluster.head:
+        if sign.kind == "input_not_sampled":
+            fed.setdefault((sign.event, sign.expected_token), sign)
+    for first in fed.values():
+        ring = [first]
+        while (behind := fed.get((first.event, ring[-1].stored_token))) is not None and behind not in ring:
+            ring.append(behind)
+        if behind is first and len({sign.request_id for sign in ring}) == len(ring) > 1:
+            return ring
+    return []
+
+
+def written_past_its_row(cluster: Cluster) -> tuple[Sign, tuple[int, int]] | None:
+    """Return where a row has no entry for what its request wrote into a slot that another one reads, and event and slot of that."""
+    read = {sign.slot: sign.request_id for sign in cluster.head if sign.kind != "slot_out_of_pool"}
+    for sign in cluster.signs:
+        own = cluster.wrote(sign) if sign.kind == "slot_out_of_pool" and sign.slot < 0 else None
+        if own is not None and read.get(own[1], sign.request_id) != sign.request_id:
+            return sign, own
+    return None
+
+
 def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     """Whether attention looks for a token of its own forward where the row says, and the token went to another slot.
 

@@ -13,7 +13,7 @@ from ..cluster import (
     rule,
     samples_query,
 )
-from ..observed import over_its_window, skipped
+from ..observed import handed_round, over_its_window, skipped
 
 
 @rule("a request's length went back", branch="input", aftermath=True)
@@ -221,21 +221,17 @@ def next_token_swap(cluster: Cluster) -> Diagnosis | None:
 
 
 def _swapped(cluster: Cluster) -> Diagnosis | None:
-    """Two requests that were fed one another's sampled token, which the scheduler knows better."""
-    fed: dict[tuple[int, int], Sign] = {}
-    for sign in cluster.head:
-        if sign.kind != "input_not_sampled":
-            continue
-        partner = fed.get((sign.expected_token, sign.stored_token))
-        if partner is not None and partner.request_id != sign.request_id:
-            said = (
-                f"{partner.reader} and {sign.reader} were fed one another's sampled tokens, {sign.expected_token} and "
-            )
-            said += f"{sign.stored_token}, in {sign.when}"
-            queries = (events_query([sign.event]), samples_query(sign, 2))
-            return cluster.diagnosis(0.85, said, sign, queries=queries, cause=sign.event)
-        fed[sign.stored_token, sign.expected_token] = sign
-    return None
+    """Requests that were fed one another's sampled tokens, which the scheduler knows better."""
+    ring = handed_round(cluster)
+    if not ring:
+        return None
+    first, *others = ring
+    tokens = ", ".join(str(sign.expected_token) for sign in ring[:4])
+    said = f"{first.reader} and {others[0].reader}"
+    said += f" and {len(others) - 1} more" if len(others) > 1 else ""
+    said += f" were fed one another's sampled tokens, {tokens}{', ...' if len(ring) > 4 else ''}, in {first.when}"
+    queries = (events_query([first.event]), samples_query(first, 2))
+    return cluster.diagnosis(0.85, said, first, queries=queries, cause=first.event)
 
 
 @rule("sliding window read wrongly", branch="read")

@@ -2,7 +2,7 @@
 
 from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
 from ..facts import Fact
-from ..observed import its_own_slot, over_its_own, went_elsewhere
+from ..observed import its_own_slot, over_its_own, went_elsewhere, written_past_its_row
 from .allocation import own_free
 
 
@@ -136,6 +136,12 @@ def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
         said = f"{outside.place} is none of the pool's: after {outside.when}, of {outside.reader}, {outside.detail}"
         queries = (events_query(outside.evidence or [outside.event]),)
         return cluster.diagnosis(0.9, said, outside, queries=queries, cause=outside.event)
+    beyond = written_past_its_row(cluster)
+    if beyond is not None:
+        row, (event, slot) = beyond
+        said = f"{row.reader} wrote slot {slot} for its position {row.position} in event {event}, over what {cluster.first.reader} "
+        said += f"reads there in {cluster.first.when}, and its row has no entry for that position: in {row.when} it {row.detail}"
+        return cluster.diagnosis(0.85, said, cluster.first, event, row.event, cause=event)
     for sign in cluster.head:
         if sign.kind != "write_to_foreign_slot" or sign.request_id < 0:
             continue
