@@ -190,7 +190,11 @@ class VllmRecording:
         prompt, unknown = prompt_of(request)
         known = self.see(name, prompt.size, request)
         known.prompt_len, known.unknown = prompt.size, unknown
+        if known.row:  # a session goes on from what is computed of it: the engine has dropped what was sampled last
+            self.identities.begin(known, request)
+            self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
         known.begin(tokens or prompt)
+        known.since = self.recorder.next_forward  # what is still on its way to it is dropped by the engine, too
         known.got_blocks(getattr(request, "block_ids", None), anew=True)
 
     def _pad(self, name: str, output: Any) -> None:
@@ -243,6 +247,8 @@ class VllmRecording:
             if tokens is not None:
                 self._requests_changed = True
                 known.begin(tokens)
+                if resumed:
+                    known.since = self.recorder.next_forward
                 continue
             if place in less:
                 self._requests_changed = True
@@ -392,7 +398,7 @@ class VllmRecording:
                     by_name = by_name or dict(zip(result.req_ids, tokens, strict=False))
                     sampled = [by_name.get(name, ()) for name in names]
                 for known, new in zip(self.requests.known(names), sampled, strict=True):
-                    if known is not None and len(new):
+                    if known is not None and len(new) and forward >= known.since:
                         known.tokens.append(new)
                 lens = np.fromiter(map(len, sampled), np.int64, len(sampled))
                 if lens.any():

@@ -49,6 +49,7 @@ class VllmRequest(KnownRequest):
         super().__init__(name, request_id_of(name))
         self.prompt_len = 0
         self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
+        self.since = 0  # the first forward whose samples are for its tokens as they are
         self.fresh = True  # has not run since it was given its row
         self.declared: list[IdentityValue] = []  # what its KV depends on beside its tokens, as the engine says
         self.identity: list[IdentityValue] = []  # that, and the weights that were seen
