@@ -172,6 +172,8 @@ class AttentionReader:
         seen = set()
         bs, first = prefix.size, np.maximum(prefix - group.window, 0) if group.window else None
         for layer in group.layers:
+            if getattr(metadata.get(layer), "num_logits_indices", None) is not None:
+                continue  # it shares another layer's K and V, and is run for the tokens alone that are sampled from
             tensors: list[Any] = [getattr(metadata.get(layer), name, None) for name in FIELDS]
             size = self._block_sizes.get(layer, block_size)
             if not size or not all(hasattr(tensor, "data_ptr") for tensor in tensors):
