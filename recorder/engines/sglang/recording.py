@@ -324,11 +324,12 @@ class SglangRecording:
 
     def _say(self, known: SglangRequest) -> None:
         said: dict[str, Any] = {"prompt_len": len(known.req.origin_input_ids), "room": room_of(known.req)}
+        known.weights = self._weights
         identity = identity_of(known.req, self._weights)
         self.recorder.request(request_id=known.request_id, name=known.req.rid, **said, identity=identity)
 
     def new_weights(self) -> None:
-        """Record that the model has other weights; requests that run go on with them."""
+        """Record that the model has other weights; requests that run go on with them, those that wait begin with them."""
         self._weights += 1
         for known in self.requests.running():
             self._say(known)
@@ -365,7 +366,10 @@ class SglangRecording:
 
     def got_row(self, req: Any) -> None:
         """Record that a request was given a row."""
-        self.recorder.request_status(request_id=self.see(req).request_id, status="admitted", row=row_of(req))
+        known = self.see(req)
+        if known.weights != self._weights:  # it had been put back before they changed
+            self._say(known)
+        self.recorder.request_status(request_id=known.request_id, status="admitted", row=row_of(req))
 
     @around
     def on_row_free(self, req: Any, *_args: Any, **_kwargs: Any) -> Around:

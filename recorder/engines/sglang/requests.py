@@ -110,6 +110,7 @@ class SglangRequest:
     def __init__(self, req: Any, request_id: int) -> None:
         self.req = req
         self.request_id = request_id
+        self.weights = 0  # how often the model's had been changed when it was recorded last
         # Of embeddings, and of a beam search's tokens.
         self.placeholders = tuple(getattr(req, name, None) is not None for name in ("input_embeds", "beam_group"))
         self._tokens = TokenList()

@@ -41,6 +41,9 @@ def not_watched(
     for group, backend in attention.not_read:
         reason = f"the metadata of {backend} are not known"
         entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))
+    if getattr(getattr(config, "cache_config", None), "kv_sharing_fast_prefill", False):
+        reason = "of prompts they are run for the tokens alone that are sampled from"
+        entries.append(NotWatched(what="other", name="what attention gets in layers that share KV", reason=reason))
     if getattr(getattr(config, "model_config", None), "is_multimodal_model", False):
         reason = "the positions that are fed embeddings are judged by their placeholder tokens"
         entries.append(NotWatched(what="other", name="multimodal embeddings", reason=reason))

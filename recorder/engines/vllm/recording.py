@@ -17,7 +17,7 @@ from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
 from ...trace.header import TraceHeader
-from ...trace.schema import RequestStatus
+from ...trace.schema import RECEIVE, RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_often
@@ -28,7 +28,7 @@ from .connectors.pairs import role_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, is_v1, on_gpu, why_it_waits
 from .device_drafts import begin_on_device
-from .drafts import DraftForwards
+from .drafts import NOT_RUN, DraftForwards
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
 from .logprobs import StepLogprobs
@@ -190,8 +190,29 @@ class VllmRecording:
         prompt, unknown = prompt_of(request)
         known = self.see(name, prompt.size, request)
         known.prompt_len, known.unknown = prompt.size, unknown
+        goes_on = bool(known.row)
+        if goes_on:  # a session, from what is computed of it: the engine has dropped what was sampled last
+            self.identities.begin(known, request)
+            self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
         known.begin(tokens or prompt)
+        known.since = self.recorder.next_forward  # what is still on its way to it is dropped by the engine, too
         known.got_blocks(getattr(request, "block_ids", None), anew=True)
+        if goes_on:
+            self._draft_goes_on(known, int(getattr(request, "num_computed_tokens", 0)))
+
+    def _draft_goes_on(self, known: VllmRequest, computed: int) -> None:
+        """Say that nothing is known of a draft's K and V of the last token that is computed of a session that goes on.
+
+        They depend on the token behind it, another one now, and the drafter does not run over it again.
+        """
+        group = self.layout.draft
+        if group is None or not self.layout.draft_offset or computed < 1 or group.gid >= len(known.blocks):
+            return
+        place, offset = divmod(computed - 1, group.block_size)
+        if place < len(known.blocks[group.gid]) and known.blocks[group.gid][place]:
+            slot = known.blocks[group.gid][place] * group.block_size + offset
+            told: dict[str, Any] = {"direction": RECEIVE, "room": -1, "peer": "drafter", "note": NOT_RUN}
+            self.recorder.transfer("end", group=group.index, slots=np.array([slot], np.int64), **told)
 
     def _pad(self, name: str, output: Any) -> None:
         """Have a request's list as long as its tokens are behind this step, but for those that it samples: unknown ones."""
@@ -243,6 +264,8 @@ class VllmRecording:
             if tokens is not None:
                 self._requests_changed = True
                 known.begin(tokens)
+                if resumed:
+                    known.since = self.recorder.next_forward
                 continue
             if place in less:
                 self._requests_changed = True
@@ -392,7 +415,7 @@ class VllmRecording:
                     by_name = by_name or dict(zip(result.req_ids, tokens, strict=False))
                     sampled = [by_name.get(name, ()) for name in names]
                 for known, new in zip(self.requests.known(names), sampled, strict=True):
-                    if known is not None and len(new):
+                    if known is not None and len(new) and forward >= known.since:
                         known.tokens.append(new)
                 lens = np.fromiter(map(len, sampled), np.int64, len(sampled))
                 if lens.any():

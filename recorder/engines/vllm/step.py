@@ -49,6 +49,7 @@ class VllmRequest(KnownRequest):
         super().__init__(name, request_id_of(name))
         self.prompt_len = 0
         self.unknown: Int64Array = np.empty(0, np.int64)  # positions of the prompt that have no token
+        self.since = 0  # the first forward whose samples are for its tokens as they are
         self.fresh = True  # has not run since it was given its row
         self.declared: list[IdentityValue] = []  # what its KV depends on beside its tokens, as the engine says
         self.identity: list[IdentityValue] = []  # that, and the weights that were seen
@@ -171,6 +172,8 @@ class AttentionReader:
         seen = set()
         bs, first = prefix.size, np.maximum(prefix - group.window, 0) if group.window else None
         for layer in group.layers:
+            if getattr(metadata.get(layer), "num_logits_indices", None) is not None:
+                continue  # it shares another layer's K and V, and is run for the tokens alone that are sampled from
             tensors: list[Any] = [getattr(metadata.get(layer), name, None) for name in FIELDS]
             size = self._block_sizes.get(layer, block_size)
             if not size or not all(hasattr(tensor, "data_ptr") for tensor in tensors):

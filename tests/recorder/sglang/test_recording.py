@@ -283,6 +283,31 @@ def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
     assert found == ({"identity": finds} if finds else {})
 
 
+def test_a_request_that_was_put_back_is_computed_anew_with_the_weights_of_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    runner = ModelRunner()
+    scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
+    first, second = Request("first", [5, 6, 7, 8], 20), Request("second", [5, 6, 7, 8, 9], 3)
+    scheduler.step([first])
+    assert attachment.recording is not None
+    attachment.recording.retracting = True
+    scheduler.rows.free(first)
+    attachment.recording.retracting = False
+    first.origin_input_ids, first.output_ids, first.cached = first.origin_input_ids + first.output_ids, [], 0
+    attachment.on_weights()((True, "updated"), None)
+    scheduler.step([first])
+    scheduler.rows.alloc([second])
+    second.cached = 4
+    table = runner.req_to_token_pool.req_to_token
+    table[second.req_pool_idx, :4] = table[first.req_pool_idx, :4]
+    scheduler.step([second])
+    attachment.close()
+    (path,) = tmp_path.glob("*.arrow")
+    assert replay(path, settings=ReplaySettings(), report=None).findings_by_kind == {}
+
+
 def test_media_are_told_with_their_positions() -> None:
     item = SimpleNamespace(hash=77, offsets=[(2, 4), (9, 9)])
     req = SimpleNamespace(multimodal_inputs=SimpleNamespace(mm_items=[item]))

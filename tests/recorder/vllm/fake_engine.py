@@ -293,3 +293,43 @@ def serve(
     runner.execute_model(scheduler.schedule())  # tells the runner who has finished last
     runner.shutdown()
     return {request.request_id: request.tokens for request in requests}
+
+
+def serve_session(*, use_async: bool = False, v2: bool = False) -> list[int]:
+    """Run a request that is given more input twice beside another; return how long its prompt was each time."""
+    runner = (GPUModelRunnerV2 if v2 else GPUModelRunner)([FullAttentionSpec()], 40, use_async=use_async)
+    engine, session = Scheduler(runner), Request("session", [3, 4, 5, 6, 7, 8], 36)
+    engine.add_request(session)
+    engine.add_request(Request("other", [9, 10, 11], 30))
+    pending: list[Any] = []
+    lens, step = [6], 0
+    while engine.waiting or engine.running or pending:
+        step += 1
+        more = {8: [21, 22, 23, 24], 15: [31]}.get(step)
+        ready = session.num_computed_tokens - session.in_flight
+        if more:  # vLLM drops what was sampled last, and what is still under way
+            session.tokens = [*session.tokens[:ready], *more]
+            session.num_computed_tokens, session.in_flight = ready, 0
+            pending = [(result, True) for result, _ in pending]
+        output = engine.schedule()
+        if more:  # told as a new one, of which the runner has the blocks
+            lens.append(len(session.tokens))
+            cached = output.scheduled_cached_reqs
+            place = cached.req_ids.index("session")
+            for of in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+                del of[place]
+            new = engine._new(session)
+            new.prompt_token_ids, new.num_computed_tokens = list(session.tokens), ready
+            output.scheduled_new_reqs.append(new)
+        runner.execute_model(output)
+        if output.num_scheduled_tokens:
+            pending.append((runner.sample_tokens(None), False))
+        if pending and (not use_async or len(pending) > 1 or not output.num_scheduled_tokens):
+            result, stale = pending.pop(0)
+            result = result.get_output() if use_async else result
+            if stale:
+                result.sampled_token_ids[result.req_ids.index("session")] = []
+            engine.update_from_output(result)
+    runner.execute_model(engine.schedule())
+    runner.shutdown()
+    return lens

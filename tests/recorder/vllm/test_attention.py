@@ -4,8 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from kvcanary.recorder.engines.vllm.step import AttentionReader
 from kvcanary.recorder.process.settings import RecordingSettings
 
 from ...support.one_trace import replayed
@@ -38,6 +40,20 @@ def test_attention_of_a_healthy_engine_gets_what_it_should(
         assert event.ints("attention_seq_lens").tolist() == ends.tolist()
         assert event.ints("attention_query_lens").tolist() == event.ints("extend_lens").tolist()
         assert not len(event.ints("attention_slots"))
+
+
+def test_layers_that_are_run_for_the_last_tokens_of_prompts_alone_are_not_read() -> None:
+    def given(starts: list[int], **more: Any) -> SimpleNamespace:
+        lens, table = torch.tensor([15, 9], dtype=torch.int32), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+        return SimpleNamespace(seq_lens=lens, query_start_loc=torch.tensor(starts), block_table=table, **more)
+
+    groups: Any = [SimpleNamespace(gid=0, name="full", layers=("first", "shares"), window=0)]
+    reader = AttentionReader(SimpleNamespace(), groups, 1)
+    metadata = {"first": given([0, 15, 20]), "shares": given([0, 1, 2], num_logits_indices=2)}
+    found = reader.read(metadata, np.array([0, 4]), np.array([15, 5]), [BLOCK])
+    assert [np.asarray(one.query_lens).tolist() for one in found] == [[15, 5]]
+    metadata["shares"].num_logits_indices = None  # in steps that it is run for all tokens of
+    assert len(reader.read(metadata, np.array([0, 4]), np.array([15, 5]), [BLOCK])) == 2
 
 
 @pytest.mark.parametrize("fault", ["lost prefix", "table", "table in flight"])

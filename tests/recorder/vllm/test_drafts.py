@@ -11,12 +11,12 @@ from kvcanary.recorder.process.settings import RecordingSettings
 
 from ...support.one_trace import replayed
 from .fake_drafts import DraftLayers, DraftModelProposer, EagleProposer, EagleSpeculator
-from .fake_engine import BLOCK, GPUModelRunner, GPUModelRunnerV2, hooked, serve
+from .fake_engine import BLOCK, GPUModelRunner, GPUModelRunnerV2, hooked, serve, serve_session
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
-def run(folder: Path, drafter: EagleProposer, *, skip: Any = None, **options: Any) -> Any:
+def run(folder: Path, drafter: EagleProposer, *, skip: Any = None, serving: Any = serve, **options: Any) -> Any:
     """Serve with a drafter, and return the replay's summary, the header and the events."""
     v2 = isinstance(drafter, EagleSpeculator)
     kind = GPUModelRunnerV2 if v2 else GPUModelRunner
@@ -32,7 +32,7 @@ def run(folder: Path, drafter: EagleProposer, *, skip: Any = None, **options: An
         patch.setattr(kind, "sample_tokens", drafting)
         patch.setattr(kind, "speculator" if v2 else "drafter", drafter, raising=False)
         attachment = hooked(patch, RecordingSettings(folder=folder), v2=v2)
-        serve(**options, v2=v2)
+        serving(**options, v2=v2)
         assert not attachment.off
     return replayed(folder)
 
@@ -113,6 +113,14 @@ def test_a_step_without_the_drafter_leaves_its_slots_unknown(tmp_path: Path) -> 
     left_out = [event for event in events if event.kind == "transfer"]
     assert len(left_out) == 3
     assert {event.ints("slot_group").tolist()[0] for event in left_out} == {1}
+
+
+def test_what_a_draft_knows_of_a_token_that_a_session_dropped_is_unknown(tmp_path: Path) -> None:
+    summary, _, events = run(tmp_path, EagleProposer(), serving=serve_session)
+    assert (summary.findings_by_kind, summary.violations_by_reason) == ({}, {})
+    unknown = [event for event in events if event.kind == "transfer"]
+    assert [event.ints("slot_count").tolist() for event in unknown] == [[1], [1]]
+    assert {event.ints("slot_group").tolist()[0] for event in unknown} == {1}
 
 
 def test_the_last_token_behind_a_part_of_a_prompt_is_unknown(tmp_path: Path) -> None:

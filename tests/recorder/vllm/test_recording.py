@@ -41,6 +41,7 @@ from .fake_engine import (
     SlidingWindowSpec,
     hooked,
     serve,
+    serve_session,
 )
 from .fake_scheduler import Request, Scheduler
 
@@ -189,6 +190,20 @@ def test_a_step_that_reads_what_it_writes_is_told_as_several_forwards(
     serve(each_step=look, budget=40)
     assert max(told for told, _ in seen) > 1, "no step had a hit on blocks of its own"
     assert verdict(tmp_path).verdict.value == "clean"
+
+
+@pytest.mark.parametrize("scheduler", [True, False])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_session_goes_on_from_another_token_than_was_sampled_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool, scheduler: bool
+) -> None:
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path), scheduler=scheduler)
+    lens = serve_session(use_async=use_async)
+    summary = verdict(tmp_path)
+    assert (summary.verdict.value, summary.complete, summary.requests) == ("clean", True, 2)
+    _, told = events(tmp_path)
+    mine = [event for event in told if event.kind == "request" and event.scalar("name") == "session"]
+    assert [event.scalar("prompt_len") for event in mine] == lens
 
 
 def test_a_group_that_no_trace_can_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
