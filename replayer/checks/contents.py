@@ -30,6 +30,12 @@ from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
 
 _MOST_TOKENS: Final = 1 << 20  # kept of requests that were put back and wait
+# Bytes that so many tokens have, in such a share of slots, of which there are as many at least and are looked at at most, tell none
+# from another.
+_MANY_TOKENS: Final = 3
+_MANY_SHARE: Final = 0.1
+_FEW_SLOTS: Final = 32
+_MOST_SLOTS: Final = 1 << 16
 
 
 class _InputCheck(HistoryCheck):
@@ -210,7 +216,8 @@ class WriteLost(HistoryCheck):
     bytes agree from then on. The same token written again leaves the same bytes, since the first layer's V depends on
     nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights
     that each rank draws alike): bytes that the token has in another slot, or is written with to another in the same batch
-    of events, are its own, unless they stood in that slot before it, too. Not judged: unknown tokens (-1), slots of zeros
+    of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
+    bytes, which tell none from another then (of random weights V may be little but its bias); unknown tokens (-1), slots of zeros
     (of 8-bit floats of -0, too), slots that nobody has written in this trace.
     """
 
@@ -226,6 +233,7 @@ class WriteLost(HistoryCheck):
         # By group the event + 1 of each slot's last write that changed nothing, which is no witness; and all those of the batch.
         self._left: dict[int, Int64Array] = {}
         self._left_now: set[tuple[int, int, int]] = set()
+        self._telling = (-1, -1), False  # of which event and group it was asked last, and what was said
 
     def event(self, view: EventView) -> list[Finding]:
         """Forget which writes changed nothing, which no keyframe holds."""
@@ -300,11 +308,13 @@ class WriteLost(HistoryCheck):
         """
         pool, slot, fed = group.pool.pool, int(group.request_slots[token]), int(view.forward.input_ids[token])
         records = record_words(pool.tail[group.pool.group.halves[0]], written=False)
-        there = (records[:, RECORD_TOKEN] == fed) & (pool.writers[:, 0] > 0) & ~pool.unknown
+        there = (pool.writers[:, 0] > 0) & ~pool.unknown
         there[[0, slot]] = False
         if (left_at := self._left.get(group.pool.index)) is not None:
             there &= left_at != pool.writers[:, 0]
-        slots = np.flatnonzero(there)
+        if self._tell_nothing(view, group, np.flatnonzero(there), records[:, RECORD_TOKEN]):
+            return True
+        slots = np.flatnonzero(there & (records[:, RECORD_TOKEN] == fed))
         kept = [n for n in np.flatnonzero(stale).tolist() if not streams[n].samples]
         own = [
             n
@@ -314,6 +324,15 @@ class WriteLost(HistoryCheck):
         ]
         same_place = int(records[slot, RECORD_POSITION]) == int(view.forward.positions[token])
         return bool(own) and (same_place or len(own) == len(kept))
+
+    def _tell_nothing(self, view: ForwardView, group: GroupReads, slots: Int64Array, tokens: Int64Array) -> bool:
+        """Say whether a good part of the slots `[n]` that writes changed have bytes that many of the `tokens` have, of each slot one."""
+        asked = view.forward.event, group.pool.index
+        if self._telling[0] != asked:
+            chosen = slots[:_MOST_SLOTS]
+            alike = (_alike(kv[chosen], tokens[chosen]) for kv in group.pool.pool.kv)
+            self._telling = asked, len(chosen) >= _FEW_SLOTS and any(share >= _MANY_SHARE for share in alike)
+        return self._telling[1]
 
     def _written_elsewhere(
         self, view: ForwardView, group: GroupReads, stream: int, fed: int, slot: int, row: ByteArray
@@ -346,6 +365,14 @@ class WriteLost(HistoryCheck):
             if changed:
                 return True
         return False
+
+
+def _alike(rows: ByteArray, tokens: Int64Array) -> float:
+    """Return the share of rows `[n, bytes]`, other than zeros, that many different tokens `[n]` have."""
+    _, which = np.unique(rows.view(f"V{rows.shape[1]}").reshape(-1), return_inverse=True)
+    each = np.unique(np.stack([which, tokens]), axis=1)[0]
+    many = np.bincount(each, minlength=int(which.max()) + 1)[which] >= _MANY_TOKENS
+    return float((many & rows.any(axis=1)).mean())
 
 
 @register

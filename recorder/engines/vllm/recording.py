@@ -24,7 +24,7 @@ from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
-from .connectors.pairs import role_of
+from .connectors.pairs import role_of, transfers_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, is_v1, on_gpu, why_it_waits
 from .device_drafts import begin_on_device
@@ -212,7 +212,7 @@ class VllmRecording:
         if place < len(known.blocks[group.gid]) and known.blocks[group.gid][place]:
             slot = known.blocks[group.gid][place] * group.block_size + offset
             told: dict[str, Any] = {"direction": RECEIVE, "room": -1, "peer": "drafter", "note": NOT_RUN}
-            self.recorder.transfer("end", group=group.index, slots=np.array([slot], np.int64), **told)
+            transfers_of(self.recorder)("end", group=group.index, slots=np.array([slot], np.int64), **told)
 
     def _pad(self, name: str, output: Any) -> None:
         """Have a request's list as long as its tokens are behind this step, but for those that it samples: unknown ones."""

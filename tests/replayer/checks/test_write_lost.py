@@ -11,7 +11,7 @@ from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-SLOTS, SIZE = 8, 32
+SLOTS, SIZE = 64, 32
 STREAMS = tuple(KvStream(half=half, layer=0, bytes_per_token=SIZE, capture_bytes=16) for half in "KV")
 
 
@@ -185,3 +185,16 @@ def test_a_pool_that_numbers_its_slots_otherwise_has_no_witness_in_the_write_its
     engine.write(5, 200, 3, 4, request=8)
     (row,) = engine.found(tmp_path)
     assert (row["forward"], row["slot"]) == (1, 6)
+
+
+@pytest.mark.parametrize("executor", ["interval", "stepwise"])
+@pytest.mark.parametrize(("tokens_a_row", "lost"), [(2, 1), (4, 0)])
+def test_bytes_that_many_tokens_have_tell_none_from_another(tokens_a_row, lost, executor, engine, tmp_path):
+    """Random weights with biases: V of 16 bits is the bias's for many a token."""
+    for number in range(40):
+        engine.write(10 + number, 100 + number % (10 * tokens_a_row), 100 + number, 20 + number % 10)
+    engine.write(5, 300, 60, 4)
+    engine.write(5, 400, 61, 4, request=8)
+    engine.recorder.close()
+    summary = replay(engine.path, settings=ReplaySettings(checks=("write_lost",), executor=executor), report=None)
+    assert summary.findings_by_kind.get("write_lost", 0) == lost
