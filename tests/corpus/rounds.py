@@ -137,10 +137,10 @@ ROUND_NOTES = (
     (
         "f228a3c",
         (
-            "One more is not in what is recorded there, what a connector that is not known loads and nobody here has computed "
-            "(`segment_is_longer_than_its_block`, found clean, as its header says). `two_transfers_of_one_name` keeps blocks longer than "
-            "it should and gives them back in the end. One was named wrong with 0.80: tokens that go round among four requests, where "
-            "only two were looked for."
+            "Two more are not in what is recorded there, as the headers say: what a connector that is not known loads and nobody here "
+            "has computed (`segment_is_longer_than_its_block`), and a leak where connectors hold blocks back, of which there is no slot "
+            "history (`two_transfers_of_one_name`); both were found clean. One was named wrong with 0.80: tokens that go round among "
+            "four requests, where two alone were looked for."
         ),
     ),
 )

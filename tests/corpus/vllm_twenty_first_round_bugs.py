@@ -110,6 +110,7 @@ def state_is_hit_in_the_step_that_is_to_write_it(fired: Fired) -> None:
     "kv_changed",
     "transfer_wrong_stride",
     origin="DingoCache",
+    recorded=False,
 )
 def segment_is_longer_than_its_block(fired: Fired) -> None:
     """How long a layer's part of a block is, is worked out from a larger page than it has, so that a store takes the front of the next block along, whatever stands there. A load puts
@@ -173,7 +174,7 @@ def segment_is_longer_than_its_block(fired: Fired) -> None:
         look()
 
 
-@bug("vllm-project/vllm#49796", "llama-loads", "page_leaked")
+@bug("vllm-project/vllm#49796", "llama-loads", "page_leaked", recorded=False)
 def two_transfers_of_one_name(fired: Fired) -> None:
     """Requests that are to be sent away keep their blocks until the transfer is over, and are noted by a name of the transfer that clients choose. One with a name that is in use takes
     the other's place there, and the blocks of the first are never given back."""
