@@ -75,11 +75,11 @@ def load_of_other_prefix(cluster: Cluster) -> Diagnosis | None:
     other = copy_finding(cluster, "loaded_another")
     if other is not None and not _left_out(cluster, other):
         return _diagnosis(cluster, other, "the load took another page of the storage")
-    for sign in cluster.head:
-        if not sign.bits & CONTENT:
-            continue
-        load = cluster.filled(sign)
-        if load is not None and load.what == "loaded" and load.together <= 1:
+    loads = [cluster.filled(sign) for sign in cluster.head]
+    if any(load is not None and load.together > 1 for load in loads):  # something else was stored in its place
+        return None
+    for sign, load in zip(cluster.head, loads, strict=True):
+        if sign.bits & CONTENT and load is not None and load.what == "loaded":
             said = f"{sign.reader} read {sign.place} in {sign.when}, loaded in event {load.event}: it is the KV of another prefix, "
             said += (
                 f"token {sign.stored_token} at position {sign.stored_position}, which lay under the key that was loaded"
