@@ -6,7 +6,6 @@ are the adapter's, nothing is known.
 """
 
 import copy
-from collections.abc import Sequence
 from typing import Any, Final
 from weakref import ref
 
@@ -32,11 +31,11 @@ class BatchAdapters:
         known = hasattr(self._pool, "buffer_id_to_uid") and hasattr(self.backend, "prepare_lora_batch")
         return {"prepare_lora_batch": self.on_prepare} if known else {}
 
-    def on_prepare(
-        self, batch: Any, weight_indices: Sequence[int], lora_ranks: Sequence[int], *_args: Any, **_kwargs: Any
-    ) -> Finish | None:
+    def on_prepare(self, *args: Any, **kwargs: Any) -> Finish | None:
         """Take note of the places that a batch's requests are given; a place of no rank adds nothing."""
-        self._given = ref(batch), [index if lora_ranks[index] else NOTHING for index in weight_indices]
+        told = dict(zip(("forward_batch", "weight_indices", "lora_ranks"), args, strict=False)) | kwargs
+        ranks = told["lora_ranks"]
+        self._given = ref(told["forward_batch"]), [at if ranks[at] else NOTHING for at in told["weight_indices"]]
         return None
 
     def of(self, batch: Any, known: KnownBatch) -> KnownBatch:

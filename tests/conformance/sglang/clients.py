@@ -173,15 +173,15 @@ async def updated(client: Client) -> None:
     await client.ask(prompt + client.tokens(3))
 
 
-def adapter_folder(name: str) -> str:
-    """Return the folder of a LoRA adapter for the model `llama`, made of random numbers."""
+def adapter_folder(name: str, model: str = "llama", place: Path | None = None) -> str:
+    """Return the folder of a LoRA adapter for a model, made of random numbers; in `place`, if not in a folder for all."""
     import torch
     from safetensors.torch import save_file
 
-    folder = Path(tempfile.gettempdir()) / f"kvcanary-lora-{os.getuid()}" / name
+    folder = (place or Path(tempfile.gettempdir()) / f"kvcanary-lora-{os.getuid()}") / name
     if not (folder / "adapter_model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        config = json.loads((MODELS / "llama" / "config.json").read_text())
+        config = json.loads((MODELS / model / "config.json").read_text())
         hidden, dim, outputs = config["hidden_size"], config["head_dim"], {"q_proj": "num_attention_heads"}
         outputs |= dict.fromkeys(("k_proj", "v_proj"), "num_key_value_heads")
         said = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(outputs), "bias": "none"}

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 class Backend:
-    def prepare_lora_batch(self, batch: Any, weight_indices: list[int], lora_ranks: list[int], *_: Any) -> None:
+    def prepare_lora_batch(
+        self, forward_batch: Any, weight_indices: list[int], lora_ranks: list[int], scalings: list[float]
+    ) -> None:
         """Hand a batch's places to the layers."""
 
 
@@ -30,10 +32,16 @@ class Adapters:
         self.memory_pool = SimpleNamespace(buffer_id_to_uid=list(PLACES))
         self.lora_backend, self.turn, self.names = Backend(), turn, {}
         self.ranks = ranks
+        self.by_name = False
 
     def begin(self, batch: Any) -> None:
         places = [PLACES.index(self.names[rid]) for rid in batch.rids]
-        self.lora_backend.prepare_lora_batch(batch, self.turn(places), self.ranks, [])
+        given = {"forward_batch": batch, "weight_indices": self.turn(places), "lora_ranks": self.ranks, "scalings": []}
+        self.by_name = not self.by_name  # as some versions call it
+        if self.by_name:
+            self.lora_backend.prepare_lora_batch(**given)
+        else:
+            self.lora_backend.prepare_lora_batch(*given.values())
 
 
 def recorded(folder: Path, patch: pytest.MonkeyPatch, turn: Any, ranks: tuple[int, ...] = (0, 8, 8, 8)) -> Path:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 MODELS = Path(__file__).parents[1] / "models"
+sys.path.append(str(MODELS.parent))
 
 
 def main() -> None:
@@ -47,6 +48,13 @@ def main() -> None:
             "hicache_storage_prefetch_policy": "wait_complete",
             "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": run["page"]}),
         }
+    names = (None, "first", "second") if run.get("adapters") else ()  # of whom there is room for two
+    if names:
+        from clients import adapter_folder
+
+        folders = [f"{name}={adapter_folder(name, run['model'], folder / 'adapters')}" for name in names if name]
+        options |= {"lora_paths": folders, "lora_backend": "triton", "max_loras_per_batch": 2, "max_lora_rank": 8}
+        options |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
     engine = Engine(
         model_path=str(MODELS / run["model"]),
         load_format="dummy",
@@ -87,7 +95,8 @@ def main() -> None:
             batch = [*prompts, batches[0][0] + tokens(5 + turn)]  # the last goes on behind a prompt alone
         else:
             batch = batches[turn]
-        for output in engine.generate(input_ids=batch, sampling_params=sampling):
+        lora = {"lora_path": [names[i % len(names)] for i in range(len(batch))]} if names else {}
+        for output in engine.generate(input_ids=batch, sampling_params=sampling, **lora):
             print("\ngenerated", output["output_ids"], "cached", output["meta_info"].get("cached_tokens"), flush=True)
             outputs.append(output["output_ids"])
     (folder / "outputs.json").write_text(json.dumps(outputs))

@@ -17,9 +17,13 @@ def plugin():
     stand_in_for_missing_backends()
     if path:
         note_violations(path)
+    if os.environ.get("CONFORMANCE_ADAPTERS"):
+        load_adapters()
     damage = os.environ.get("CONFORMANCE_DAMAGE", "")
     if damage.startswith("state"):
         damage_states(damage)
+    elif damage == "adapters":
+        mix_up_adapters()
     elif damage.startswith("host"):
         damage_copies(damage)
     elif damage:
@@ -84,6 +88,36 @@ def damage_forwards(what):
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw", forward_raw, HookType.AROUND
     )
+
+
+def load_adapters():
+    """Have adapters be loaded from their files, although the model's weights are made."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora import lora
+
+    class FromFiles(lora.DefaultModelLoader):
+        def __init__(self, _):
+            super().__init__(LoadConfig())
+
+    lora.DefaultModelLoader = FromFiles
+
+
+def mix_up_adapters():
+    """Give the requests of each third batch one another's adapters."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    prepare, batches = LoRAManager.prepare_lora_batch, [0]
+
+    def turned(self, batch):
+        own = batch.lora_ids
+        batches[0] += 1
+        if batches[0] % 3 == 0 and len(set(own)) > 1 and all(batch.rids or [""]):
+            batch.lora_ids = [*own[1:], *own[:1]]
+            print("kv_canary perturb adapters slot=0", flush=True)
+        prepare(self, batch)
+        batch.lora_ids = own
+
+    LoRAManager.prepare_lora_batch = turned
 
 
 def damage_copies(what):

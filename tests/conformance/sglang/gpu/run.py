@@ -151,6 +151,12 @@ def result_of(run: GpuRun, place: Path) -> dict:
         ]
         if run.damage and not (result["injected"] and summary["findings_by_kind"].get("copy_differs")):
             differences.append(f"a copy was damaged {result['injected']} times, and the replay found nothing")
+    if (
+        run.adapters
+        and run.damage
+        and not (result["injected"] and summary["findings_by_kind"].get("computed_otherwise"))
+    ):
+        differences.append(f"adapters were mixed up {result['injected']} times, and the replay found nothing")
     if run.states_watched:
         unseen = forwards_without_states(traces[0])
         if unseen:

@@ -27,6 +27,7 @@ class GpuRun:
     longer: int = 1  # times as long are prompts and the chunks that they are computed in
     turns: int = 0  # how often the first requests come again, with what they have got and some more
     again: int = 0  # how often the first prompts come again after others took their place
+    adapters: bool = False  # requests of two LoRA adapters and of none
     host_cache: str = ""  # "host": HiCache; "storage": with files behind it
     seed: int = 1
 
@@ -62,6 +63,8 @@ class GpuRun:
             }
         if self.revert:
             env["SGLANG_DEBUG_REVERT_PR"] = str(self.revert)
+        if self.adapters:
+            env["CONFORMANCE_ADAPTERS"] = "1"
         if self.damage:
             env["CONFORMANCE_DAMAGE"] = self.damage
         if self.retract:
@@ -97,6 +100,18 @@ RUNS = (
     *(
         GpuRun(name=f"host-cache-{what}", page=16, canary=False, again=4, host_cache="host", damage=f"host-{what}")
         for what in ("stored", "another", "changed", "nothing")
+    ),
+    *(
+        GpuRun(
+            name=f"adapters-{kind}",
+            page=16,
+            canary=False,
+            recorded=kind != "off",
+            again=2,
+            adapters=True,
+            damage="adapters" if kind == "mixed-up" else "",
+        )
+        for kind in ("off", "recorded", "mixed-up")
     ),
     # Mamba layers, whose pool the online canary does not know; with overlap forwards save checkpoints themselves
     GpuRun(name="recurrent-eager-off", model=RECURRENT, graph=False, canary=False, recorded=False),
