@@ -30,6 +30,7 @@ ROUNDS = (
     "nineteenth_round",
     "twentieth_round",
     "twenty_first_round",
+    "twenty_two_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
