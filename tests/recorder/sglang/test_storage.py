@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture import model_forward
+from kvcanary.kernels.ops.end_hash import triton as end_hash
 from kvcanary.recorder.engines.common.hooking import wrap_method
+from kvcanary.recorder.engines.sglang.connectors import storage
 from kvcanary.recorder.engines.sglang.connectors.storage import Move, Storage
 from kvcanary.recorder.trace.reader import read_trace
 
@@ -85,12 +87,18 @@ def test_what_comes_back_from_a_storage_is_judged(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("known", [True, False])
-def test_on_a_gpu_it_is_recorded_without_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    monkeypatch.setattr(model_forward, "PROGRAMS", 4)
+def test_on_a_gpu_it_is_recorded_and_not_hashed_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    for kernels in (model_forward, end_hash):
+        monkeypatch.setattr(kernels, "PROGRAMS", 4)
     monkeypatch.setattr(model_forward, "TILE", 32)
     trace = served(monkeypatch, tmp_path, Storing(lambda *_: None if known else put_by_another(*_)), HiCacheController)
     assert copies(trace)[-1] == ("load-back", len(PROMPT) if known else 3)
     assert unknown(trace) == (0 if known else 3)
+    load = next(e for e in read_trace(trace) if e.scalar("note") == "load-back")
+    assert load.ints("copy_src_hash").all()
+    assert load.ints("copy_src_hash").tolist() == load.ints("copy_dst_hash").tolist()
     summary = judged(trace)
     assert (summary.verdict.value, summary.violations, summary.findings) == ("clean", 0, 0)
 
@@ -231,6 +239,19 @@ def test_of_a_fetch_that_breaks_off_the_rest_is_unknown(answer: Any) -> None:
     assert len(followed.flushed()) == came
     assert followed.storage.unknown(np.array([8, 12])).tolist() == [not came, True]
     assert not followed.storage.overwritten(np.array([8])).any()
+
+
+def test_what_fetches_have_begun_to_fill_since_is_known_for_a_while() -> None:
+    followed, slots = Followed(2), np.array([0, 4, 9, 12])
+    followed.get("x", [0], 1)
+    begun = followed.storage.fetches
+    assert not followed.storage.fetched_since(begun, slots).any()
+    followed.get("yz", [8, 4], 0)
+    assert followed.storage.fetched_since(begun, slots).tolist() == [False, True, True, False]
+    assert followed.storage.fetched_since(begun - 1, slots).tolist() == [True, True, True, False]
+    for _ in range(storage.NEWEST):
+        followed.get("x", [0], 1)
+    assert followed.storage.fetched_since(begun, slots).all()  # too long ago to tell
 
 
 def test_what_is_stored_from_an_unknown_page_stays_unknown() -> None:
