@@ -92,7 +92,7 @@ async def paused(client: Client) -> None:
 
     running = [asyncio.ensure_future(client.ask(client.tokens(n), new=60)) for n in (25, 40, 9)]
     for mode in ("retract", "in_place", "retract"):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.4)  # they run, and are not through
         await client.manager.pause_generation(PauseGenerationReqInput(mode=mode))
         await asyncio.sleep(0.5)
         await client.manager.continue_generation(ContinueGenerationReqInput())
@@ -101,7 +101,7 @@ async def paused(client: Client) -> None:
 
 async def preempted(client: Client) -> None:
     low = [asyncio.ensure_future(client.ask(client.tokens(20), new=60, priority=1)) for _ in range(3)]
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(0.4)
     high = [asyncio.ensure_future(client.ask(client.tokens(30), new=10, priority=100)) for _ in range(3)]
     await client.all(*low, *high)
 
