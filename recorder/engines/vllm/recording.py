@@ -27,8 +27,8 @@ from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of, transfers_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, is_v1, on_gpu, why_it_waits
-from .device_drafts import begin_on_device
-from .drafts import NOT_RUN, DraftForwards
+from .drafts.forwards import NOT_RUN, DraftForwards
+from .drafts.on_device import begin_on_device
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
 from .logprobs import StepLogprobs

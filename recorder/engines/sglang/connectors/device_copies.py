@@ -61,7 +61,7 @@ class DeviceCopies:
         for layers in _rows(here, there, page_size):
             words = torch.tensor(part_words(layers, most=WORDS), dtype=torch.int64)
             self._pools.append((words.to(self._device), layers[0].shape[0]))
-            self._most = MAX_LOOKED_AT // (len(layers) * 4 * WORDS)
+            self._most = max(1, MAX_LOOKED_AT // (len(layers) * 4 * WORDS))
         self._loaded: Any = None  # the device's word that what was loaded last has been looked at
         end_sums(self._pools[HERE][0], torch.zeros((2, 1), dtype=torch.int64, device=self._device))  # compiles it
 

@@ -15,19 +15,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ....kernels.capture.frames import AttentionLens, EngineTable, ModelInput
-from ....kernels.constants import UNKNOWN_TOKEN
-from ...capture.device.forward import BatchRequests, DeviceForward, ForwardPart
-from ...capture.device.recorder import DeviceRecorder
-from ...capture.forward_input import CopiedForward
-from ...trace.header import TraceHeader
-from ...trace.schema import RECEIVE
-from ..common.hooking import Finish, OnFault, wrap_method
-from .device import DeviceSteps, TargetStep, block_tables, in_one
-from .drafts import NOT_RUN, kernel_block_size, last_held, leave_out_chunk_ends
-from .layout import DRAFT_RUNNER, VllmGroup, VllmLayout
-from .step import FIELDS, forward_context
+from .....kernels.arrays import Int64Array
+from .....kernels.capture.frames import AttentionLens, EngineTable, ModelInput
+from .....kernels.constants import UNKNOWN_TOKEN
+from ....capture.device.forward import BatchRequests, DeviceForward, ForwardPart
+from ....capture.device.recorder import DeviceRecorder
+from ....capture.forward_input import CopiedForward
+from ....trace.header import TraceHeader
+from ....trace.schema import RECEIVE
+from ...common.hooking import Finish, OnFault, wrap_method
+from ..device import DeviceSteps, TargetStep, block_tables, in_one
+from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
+from ..step import FIELDS, forward_context
+from .forwards import NOT_RUN, kernel_block_size, last_held, leave_out_chunk_ends
 
 # Twice as much as without a draft: target and draft each have a forward of a step that may admit requests.
 FRAME_BYTES: Final = 128 << 20

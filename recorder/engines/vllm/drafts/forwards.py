@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ....kernels.constants import UNKNOWN_TOKEN
-from ...capture.attention import paged_read
-from ...capture.device.forward import TokenSource
-from ...capture.forward_input import AttentionInput, ForwardInput, TableRead
-from ...capture.host_arrays import own_int64, ragged_index
-from ...capture.recorder import Recorder
-from ...trace.schema import RECEIVE
-from ..common.hooking import Finish, OnFault, wrap_method
-from .layout import DRAFT_RUNNER, VllmGroup, VllmLayout
-from .step import (
+from .....kernels.arrays import Int64Array
+from .....kernels.constants import UNKNOWN_TOKEN
+from ....capture.attention import paged_read
+from ....capture.device.forward import TokenSource
+from ....capture.forward_input import AttentionInput, ForwardInput, TableRead
+from ....capture.host_arrays import own_int64, ragged_index
+from ....capture.recorder import Recorder
+from ....trace.schema import RECEIVE
+from ...common.hooking import Finish, OnFault, wrap_method
+from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
+from ..step import (
     FIELDS,
     PLAIN_BACKENDS,
     Step,
