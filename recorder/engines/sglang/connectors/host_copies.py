@@ -77,7 +77,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def load(self, ops: Sequence[tuple[Any, Any]], unknown: BoolArray) -> Iterator[None]:
-        """Take note of pages that come back, while the controller begins it; `unknown` `[n]` says of slots who nobody here has stored."""
+        """Take note of pages that come back, while the controller begins it; of slots that are `unknown` `[n]` nobody here has stored them."""
         pool, host = self._pages(ops)
         load = Load(pool, host, self.there(host), self.here(pool))
         yield

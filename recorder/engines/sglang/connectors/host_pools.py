@@ -55,8 +55,9 @@ def first_slots(slots: Int64Array, page_size: int) -> Int64Array:
     Raises:
         ValueError: they are not.
     """
-    pages = slots.reshape(-1, page_size) if slots.size % page_size == 0 else slots.reshape(-1, 1)
-    if (pages[:, 0] % page_size).any() or (np.diff(pages, axis=1) != 1).any() or pages.shape[1] != page_size:
+    whole = slots.size % page_size == 0
+    pages = slots.reshape(-1, page_size if whole else 1)
+    if not whole or (pages[:, 0] % page_size).any() or (np.diff(pages, axis=1) != 1).any():
         raise ValueError(f"HiCache copies other than whole pages of {page_size} slots")
     return pages[:, 0].copy()
 
