@@ -52,7 +52,7 @@ def key_of_what_is_kept_has_no_adapter(fired: Fired) -> None:
 
     def look(runner, batch, rows):
         adapters, at = batch.lora_ids, 0
-        for adapter, (prefix, end, slots) in zip(adapters, rows, strict=True):
+        for adapter, (*_, slots) in zip(adapters, rows, strict=True):
             if any(written.get(slot, adapter) != adapter for slot in slots):
                 fired()
         for adapter, (prefix, end, _) in zip(adapters, rows, strict=True):
@@ -129,7 +129,7 @@ def decode_that_gets_no_slot_goes_into_the_one_for_padding(fired: Fired) -> None
     _before_forward(look)
 
 
-@bug("sgl-project/sglang#38217", "llama-host", "read_before_landed", "failed_load_counted_loaded", "copy_failed")
+@bug("sgl-project/sglang#38217", "llama-host", "read_before_landed", "failed_load_counted_loaded")
 def first_layer_is_read_before_it_has_come_back(fired: Fired) -> None:
     """What comes back from the host comes layer by layer, and each read of a layer is to wait for it. The pool that waits is wrapped by another that is to wait in its place and does
     not: the first layer is read while it is still on its way, and those behind it have come by the time that they are read."""
