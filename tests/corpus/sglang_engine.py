@@ -41,6 +41,7 @@ SETUPS = {
     "llama-flush": ("llama", 1, 512, False, 4, False),
     "llama-lora": ("llama", 1, 512, False, 4, False),
     "llama-host": ("llama", 1, 160, False, 3, False),
+    "llama-abort": ("llama", 1, 600, False, 3, False),
 }
 
 
@@ -57,6 +58,24 @@ def ask_for_flushes() -> None:
             self.flush_cache()
 
     Scheduler.process_batch_result = then_flush
+
+
+def abort_between_chunks() -> None:
+    """Abort the first prompt, and the fourth, that has computed two of its chunks and has more to come."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process, seen = Scheduler.process_batch_result, []
+
+    def then_abort(self, *args, **kwargs) -> None:
+        process(self, *args, **kwargs)
+        chunked = self.chunked_req
+        if chunked is not None and chunked.rid not in seen and chunked.kv.kv_committed_len >= 64:
+            seen.append(chunked.rid)
+            if len(seen) in (1, 4):
+                self.abort_request(AbortReq(rid=chunked.rid))
+
+    Scheduler.process_batch_result = then_abort
 
 
 def unpinned(create):
@@ -136,6 +155,8 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
     if setup == "llama-flush":
         ask_for_flushes()
+    if setup == "llama-abort":
+        abort_between_chunks()
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -160,7 +181,7 @@ def generate(setup: str, folder: Path) -> None:
         prompts.append(tokens(7))
     if setup == "recurrent-chunks":  # of two chunks, alone in a batch
         prompts = [tokens(50)]
-    if setup == "llama-long":  # of three chunks and more
+    if setup in ("llama-long", "llama-abort"):  # of three chunks and more
         prompts = [tokens(rng.randrange(80, 105)) for _ in range(5)]
     if setup == "llama-twins":  # asked at the same time
         prompts[:2] = [prompts[1][:12]] * 2
@@ -169,6 +190,8 @@ def generate(setup: str, folder: Path) -> None:
         again = [prompts[0][:32] + tokens(9), tokens(20)]
     if setup == "recurrent-mixed":  # that go on behind prompts which were computed beside decodes
         again += [prompts[3] + tokens(3), prompts[4] + tokens(4)]
+    if setup == "llama-abort":  # that go on behind prompts, those that were sent away among them
+        again = [prompt + tokens(5) for prompt in prompts[:4]]
     if setup == "llama-flush":  # of eight chunks, alone
         again = [tokens(230)]
     if setup == "llama-host":

@@ -41,11 +41,12 @@ def generate(setup: str, folder: Path) -> None:
         Request(name="f", prompt=shared + random_prompt(7, 3), new_tokens=12, at_step=24),
         Request(name="g", prompt=random_prompt(8, 35), new_tokens=12, at_step=26),
     ]
-    if setup == "few-again":  # with prompts that come again late
+    if setup.endswith("again"):  # with prompts that come again late
+        late = (30, 33, 36) if setup == "llama-again" else (44, 52, 66)
         requests += [
-            Request(name="h", prompt=shared + random_prompt(9, 20), new_tokens=10, at_step=44),
-            Request(name="i", prompt=random_prompt(3, 61) + random_prompt(10, 4), new_tokens=10, at_step=52),
-            Request(name="j", prompt=shared + random_prompt(11, 20), new_tokens=10, at_step=66),
+            Request(name="h", prompt=shared + random_prompt(9, 20), new_tokens=10, at_step=late[0]),
+            Request(name="i", prompt=random_prompt(3, 61) + random_prompt(10, 4), new_tokens=10, at_step=late[1]),
+            Request(name="j", prompt=shared + random_prompt(11, 20), new_tokens=10, at_step=late[2]),
         ]
     if setup == "few-twins":  # with a prompt that is asked for twice at the same time, by one that goes on for longer
         requests[:2] = [
