@@ -142,3 +142,33 @@ def padding_of_a_chunk_comes_round_into_the_window(fired: Fired) -> None:
             where = slot_mapping.new_tensor(slots)
             rows = (key[:1] * 0).expand(len(slots), *key.shape[1:]).contiguous()
             _custom_ops.cpu_attn_reshape_and_cache(rows, rows, keys, values, where, layer.isa)
+
+
+@bug(
+    "tinygrad/tinygrad#15182",
+    "llama-churn",
+    "future_map_overrun",
+    "async_resume_wrong_input",
+    "next_token_swap",
+    origin="tinygrad",
+)
+def each_chunk_is_cut_from_the_prompts_front(fired: Fired) -> None:
+    """A long prompt goes through the model in chunks, and which tokens a chunk has is not moved on with where it stands. Later chunks are fed the prompt's first tokens once more, at their own places."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    begun: set[str] = set()  # the requests that have had a chunk
+
+    @replaces(GPUModelRunner, "_prepare_input_ids")
+    def _prepare_input_ids(before, runner, output, num_reqs, count, ends):
+        before(runner, output, num_reqs, count, ends)
+        batch = runner.input_batch
+        for row, name in enumerate(batch.req_ids[:num_reqs]):
+            own = output.num_scheduled_tokens[name]
+            at, prompt = int(batch.num_computed_tokens_cpu[row]), int(batch.num_prompt_tokens[row])
+            if name in begun and at < prompt and own > 1:
+                fired()
+                end = int(ends[row])
+                runner.input_ids.gpu[end - own : end] = runner.input_ids.gpu.new_tensor(
+                    batch.token_ids_cpu[row, :own].tolist()
+                )
+            begun.add(name)
