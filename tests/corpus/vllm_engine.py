@@ -83,6 +83,7 @@ SETUPS = {
     "recurrent-together": ("lfm2", {}),
     "delta": ("qwen3_next", {"dtype": "bfloat16"}),
     "delta-units": ("qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16}),
+    "delta-preempt": ("qwen3_next", {"dtype": "bfloat16", "num_gpu_blocks_override": 18}),
     "llama-lora": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "llama-lora-mixed": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "llama-lora-salts": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
