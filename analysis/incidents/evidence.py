@@ -174,7 +174,7 @@ def _filled(cluster: Cluster, sign: Sign, held: Held) -> Filled:
     if held in _HOLDS and given is not None and (filled is None or filled.event < given.event):
         return Filled.LOAD if loads else Filled.NOBODY
     if filled is None:
-        return Filled.UNKNOWN
+        return Filled.NOBODY if sign.bits & CONTENT and sign.writer_event < 0 else Filled.UNKNOWN
     if filled.what == "copied":
         return Filled.COPY
     if filled.request_id == sign.request_id:
@@ -238,7 +238,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if nothing is not None and (cluster.wrote(nothing) or (0, 0))[1] > 0:  # its row does not name what it has written
         return Likely("table", ("req_to_token", "slot_mapping"))
     if wrote_to_padding(cluster) is not None:
-        return Likely("allocation", ("page_given_twice", "double_free"))
+        return Likely("allocation", ("page_given_twice", "commit_beyond_allocation", "double_free"))
     given, remapped = cluster.last(sign, "alloc"), cluster.last(sign, "remapped")
     if remapped is not None and (given is None or remapped.event > given.event):
         return Likely("table", ("stale_swa_mapping",))

@@ -50,8 +50,8 @@ def page_given_twice(cluster: Cluster) -> Diagnosis | None:
     if padding is not None:
         read, event = padding
         said = f"slot 0 of group {read.group}, which is kept for padding, stands in the row of {read.reader}, which wrote its own token "
-        said += f"for position {read.position} there in event {event}: it was given out; read in {read.when}"
-        return cluster.diagnosis(0.9, said, read, event, cause=event)
+        said += f"for position {read.position} there in event {event}; read in {read.when}"
+        return cluster.diagnosis(POSSIBLE, said, read, event, cause=event)  # given out, or taken where nothing was
     for other in cluster.head:
         taken = two_owners(cluster, other)
         if taken is not None:
