@@ -38,8 +38,9 @@ build(inside.attention_kernel, HAS_QO=True, HAS_WINDOW=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=False, HAS_WINDOW=False, TILE=512)
 build(inside.end_kernel, TILE=512)
 types |= {"first": "*i32", "second": "*i64", "pool": "*i64", "slots": "*i64", "out": "*i64"}
+types |= dict.fromkeys(("first_reads", "second_reads"), "*i1")
 for after, saved in ((False, False), (True, False), (False, True), (True, True)):
-    build(inside.state_kernel, 7, AFTER=after, SAVED=saved, TILE=512)
+    build(inside.state_kernel, 9, AFTER=after, SAVED=saved, TILE=512)
 from kvcanary.kernels.ops.state_hash.triton import slots_kernel
 build(slots_kernel, TILE=512)
 """
