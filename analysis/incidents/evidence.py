@@ -243,7 +243,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if remapped is not None and (given is None or remapped.event > given.event):
         return Likely("table", ("stale_swa_mapping",))
     if handed_round(cluster):
-        return Likely("input", ("next_token_swap",))  # two requests were fed one another's
+        return Likely("input", ("next_token_swap",))
     if any(k.startswith("input_") for k in kinds):
         return Likely("input", _POSITIONS if seen.positions else ())
     if "attention_lens" in kinds:

@@ -13,18 +13,15 @@ def twice_in_batch(cluster: Cluster) -> bool:
 
 
 def handed_round(cluster: Cluster) -> list[Sign]:
-    """Return requests of a step that were fed one another's sampled tokens, each that of the one behind it; none if none were."""
-    fed: dict[tuple[int, int], Sign] = {}
-    for sign in cluster.head:
-        if sign.kind == "input_not_sampled":
-            fed.setdefault((sign.event, sign.expected_token), sign)
-    for first in fed.values():
-        ring = [first]
-        while (behind := fed.get((first.event, ring[-1].stored_token))) is not None and behind not in ring:
-            ring.append(behind)
-        if behind is first and len({sign.request_id for sign in ring}) == len(ring) > 1:
-            return ring
-    return []
+    """Return what shows that requests of a step were fed one another's sampled tokens, a sign each; none if none were."""
+    ring = [sign for sign in cluster.head if sign.kind == "input_not_sampled"]
+    ring = [sign for sign in ring if sign.event == ring[0].event]
+    while True:
+        fed, own = {sign.stored_token for sign in ring}, {sign.expected_token for sign in ring}
+        kept = [sign for sign in ring if sign.stored_token in own and sign.expected_token in fed]
+        if len(kept) == len(ring):
+            return ring if len({sign.request_id for sign in ring}) > 1 else []
+        ring = kept
 
 
 def written_past_its_row(cluster: Cluster) -> tuple[Sign, tuple[int, int]] | None:

@@ -62,6 +62,35 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
     assert words in o.sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "score", "words"),
+    [
+        (
+            "sglang-tokens_handed_on_in_the_order_of_what_was_scheduled",
+            "next_token_swap",
+            0.85,
+            "and 2 more were fed one another's sampled tokens, 494, 146, 96, 131, in forward 3",
+        ),
+        (
+            "transformers-append_goes_on_into_the_next_row",
+            "commit_beyond_allocation",
+            0.85,
+            "its row has no entry for that position",
+        ),
+        (
+            "sglang-what_was_sent_away_is_kept_with_a_chunk_that_never_ran",
+            "prefix_not_computed",
+            0.5,
+            "written by nobody",
+        ),
+    ],
+)
+def test_what_was_observed_names_it(outcomes, name, kind, score, words):
+    o = outcomes[name]
+    assert (o.kind, o.score, o.incidents) == (kind, score, 1)
+    assert words in o.sentence
+
+
 def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
     sentence = outcomes["sglang-row_gets_new_pages_alone"].sentence
     assert "it may also be " in sentence

@@ -17,17 +17,17 @@ from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
 from ...trace.header import TraceHeader
-from ...trace.schema import RECEIVE, RequestStatus
+from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_often
 from ..common.injecting import recorder_class
 from .blocks import BlockHistory
 from .connectors.external import ExternalLoads, connector_of
-from .connectors.pairs import role_of, transfers_of
+from .connectors.pairs import role_of
 from .connectors.storages import members_of
 from .device import DeviceStep, DeviceSteps, is_v1, on_gpu, why_it_waits
-from .drafts.forwards import NOT_RUN, DraftForwards
+from .drafts.forwards import DraftForwards, forget_last
 from .drafts.on_device import begin_on_device
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
@@ -198,21 +198,7 @@ class VllmRecording:
         known.since = self.recorder.next_forward  # what is still on its way to it is dropped by the engine, too
         known.got_blocks(getattr(request, "block_ids", None), anew=True)
         if goes_on:
-            self._draft_goes_on(known, int(getattr(request, "num_computed_tokens", 0)))
-
-    def _draft_goes_on(self, known: VllmRequest, computed: int) -> None:
-        """Say that nothing is known of a draft's K and V of the last token that is computed of a session that goes on.
-
-        They depend on the token behind it, another one now, and the drafter does not run over it again.
-        """
-        group = self.layout.draft
-        if group is None or not self.layout.draft_offset or computed < 1 or group.gid >= len(known.blocks):
-            return
-        place, offset = divmod(computed - 1, group.block_size)
-        if place < len(known.blocks[group.gid]) and known.blocks[group.gid][place]:
-            slot = known.blocks[group.gid][place] * group.block_size + offset
-            told: dict[str, Any] = {"direction": RECEIVE, "room": -1, "peer": "drafter", "note": NOT_RUN}
-            transfers_of(self.recorder)("end", group=group.index, slots=np.array([slot], np.int64), **told)
+            forget_last(self.recorder, self.layout, known, int(getattr(request, "num_computed_tokens", 0)))
 
     def _pad(self, name: str, output: Any) -> None:
         """Have a request's list as long as its tokens are behind this step, but for those that it samples: unknown ones."""

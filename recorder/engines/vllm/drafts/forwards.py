@@ -16,11 +16,13 @@ from .....kernels.arrays import Int64Array
 from .....kernels.constants import UNKNOWN_TOKEN
 from ....capture.attention import paged_read
 from ....capture.device.forward import TokenSource
+from ....capture.device.recorder import DeviceRecorder
 from ....capture.forward_input import AttentionInput, ForwardInput, TableRead
 from ....capture.host_arrays import own_int64, ragged_index
 from ....capture.recorder import Recorder
 from ....trace.schema import RECEIVE
 from ...common.hooking import Finish, OnFault, wrap_method
+from ..connectors.pairs import transfers_of
 from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
 from ..step import (
     FIELDS,
@@ -106,9 +108,7 @@ class DraftForwards:
             slots = own_int64(mapping[: step.input_ids.size])
             slots = slots[slots >= group.block_size]
             if slots.size:
-                self._recorder.transfer(
-                    "end", direction=RECEIVE, room=-1, group=group.index, slots=slots, peer="drafter", note=NOT_RUN
-                )
+                _say_unknown(self._recorder, group, slots)
         self._step = None
 
     def on_propose(self, *_args: Any, num_rejected_tokens_gpu: Any = None, **_kwargs: Any) -> None:
@@ -299,3 +299,22 @@ def kernel_block_size(runner: Any, group: VllmGroup | None) -> int:
     if hasattr(runner, "input_batch"):
         return int(runner.input_batch.block_table[group.gid].block_size)
     return int(runner.block_tables.block_sizes[group.gid])
+
+
+def forget_last(recorder: Recorder | DeviceRecorder, layout: VllmLayout, known: VllmRequest, computed: int) -> None:
+    """Say that nothing is known of a draft's K and V of the last of a session's `computed` tokens, with which that goes on.
+
+    They depend on the token behind it, another one now, and the drafter does not run over it again.
+    """
+    group = layout.draft
+    if group is None or not layout.draft_offset or computed < 1 or group.gid >= len(known.blocks):
+        return
+    blocks, (place, offset) = known.blocks[group.gid], divmod(computed - 1, group.block_size)
+    if place < len(blocks) and blocks[place]:
+        _say_unknown(recorder, group, np.array([blocks[place] * group.block_size + offset], np.int64))
+
+
+def _say_unknown(recorder: Recorder | DeviceRecorder, group: VllmGroup, slots: Int64Array) -> None:
+    transfers_of(recorder)(
+        "end", direction=RECEIVE, room=-1, group=group.index, slots=slots, peer="drafter", note=NOT_RUN
+    )
