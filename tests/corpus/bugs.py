@@ -31,6 +31,7 @@ ROUNDS = (
     "twentieth_round",
     "twenty_first_round",
     "twenty_two_round",
+    "twenty_third_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
