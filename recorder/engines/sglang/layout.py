@@ -134,6 +134,9 @@ class SglangLayout:
                     num_layers=len(_layers(sub_pool, "K")),
                 )
             )
+        if getattr(runner.model_config, "model_is_mrope", False):
+            reason = "its model is fed positions of several dimensions; the batch's own are recorded"
+            self.not_watched.append(NotWatched(what="other", name="mrope_positions", reason=reason))
         found = state_pool(runner, index)
         if isinstance(found, NotWatched):
             self.not_watched.append(found)

@@ -80,6 +80,9 @@ class VllmAttachment(EngineAttachment):
             recording.attach(self.fault, lambda _, error: self.fault("history", error))
             on_attention = while_true(lambda: self._live("on_attention", runner), recording.on_attention)
             wrap_method(getattr(runner, "model_state", None), "prepare_attn", on_attention, self.fault)
+            if recording.layout.positions.seen and recording.layout.positions.later:
+                on_inputs = while_true(lambda: self._live("on_inputs", runner), recording.on_inputs)
+                wrap_method(runner.model_state, "prepare_inputs", on_inputs, self.fault)
             if recording.recorder.header.sampler is not None:
                 oracle = VllmOracle(recording.recorder.header.sampler, runner, recording.requests, recording.recorder)
                 oracle.attach()
@@ -192,6 +195,7 @@ class VllmAttachment(EngineAttachment):
             return None
         groups = recording.layout.groups
         injector = self._injector(recording)
+        positions = recording.positions(runner, positions)
         with undone(None if injector is None else redirect(injector, runner, groups)) as put_back:
             if recording.on_device is not None:
                 every = recording.layout.all_groups

@@ -19,7 +19,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.privacy import IdentityValue
 from ..common.hooking import put_in_place
 from ..common.requests import TokenList, mode_by_lens
-from .layout import VllmGroup, VllmLayout, fed_otherwise
+from .layout import VllmGroup, VllmLayout
 from .recurrent import VllmStates
 from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
 
@@ -37,7 +37,7 @@ def why_it_waits(runner: Any, layout: VllmLayout) -> str:
         "a draft model's layers are recorded as they store K and V": (
             layout.draft is not None and layout.draft_offset is None
         ),
-        "the model is fed positions of several dimensions": bool(fed_otherwise(runner)),
+        "the model is fed positions of several dimensions": layout.positions.several and not layout.positions.places,
         "the model may be fed embeddings in place of tokens": bool(
             getattr(config.model_config, "enable_prompt_embeds", False)
         ),

@@ -18,6 +18,7 @@ from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
 from .kv import KvCapture
 from .recurrent import SPEC, VllmStates
+from .rotary import FedPositions
 
 # By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
 # subclass of these too: it is named and not recorded.
@@ -85,6 +86,7 @@ class VllmLayout:
         self.not_watched: list[NotWatched] = []
         self.groups: list[VllmGroup] = []
         self.states = VllmStates(runner)
+        self.positions = FedPositions(runner)
         config = runner.kv_cache_config
         self._drafts = draft_layers(runner)
         self._attention = runner.vllm_config.compilation_config.static_forward_context
@@ -107,8 +109,12 @@ class VllmLayout:
         """The groups, a draft's last."""
         return self.groups if self.draft is None else [*self.groups, self.draft]
 
-    def drafts_unseen(self, header: TraceHeader) -> TraceHeader:
-        """Return a header without a draft's forwards: of those the slots alone that they write are recorded."""
+    def unseen_of_v2(self, header: TraceHeader) -> TraceHeader:
+        """Return a header without what of a V2 runner is seen on a device alone: what its model is fed, a draft's forwards."""
+        self.positions.seen &= not self.positions.later
+        header = replace(
+            header, runners=(replace(header.runners[0], derived=self.positions.derived), *header.runners[1:])
+        )
         if self.draft is None or header.runners[DRAFT_RUNNER].derived:
             return header
         self.draft_offset, draft = None, self.draft.index
@@ -241,7 +247,7 @@ def describe_engine(
     # As many rows again as can run: a request that is over keeps its row until the engine has said so.
     rows = 2 * int(config.scheduler_config.max_num_seqs) + 1
     width = int(model.max_model_len)
-    runners = [Runner(derived=fed_otherwise(runner))]
+    runners = [Runner(derived=layout.positions.derived)]
     if layout.draft is not None:
         seen = layout.draft_offset
         runners.append(
@@ -296,12 +302,6 @@ def _pool_group(layout: VllmLayout, group: VllmGroup) -> PoolGroup:
         host_num_slots=group.host_num_slots,
         **own,
     )
-
-
-def fed_otherwise(runner: Any) -> tuple[str, ...]:
-    """Return the columns that are worked out for this model: one that is fed positions of several dimensions."""
-    several = getattr(runner, "uses_mrope", False) or getattr(runner, "uses_xdrope_dim", 0)
-    return ("positions",) if several else ()
 
 
 def ranks_of(parallel: Any) -> Ranks:

@@ -34,6 +34,7 @@ from .layout import VllmLayout, describe_engine
 from .logprobs import StepLogprobs
 from .not_watched import not_watched, why_no_slots
 from .step import (
+    NEVER,
     AttentionReader,
     Step,
     StepForward,
@@ -102,7 +103,8 @@ class VllmRecording:
         self._logprobs = StepLogprobs(runner)
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
-        self._prepared: DeviceStep | None = None  # a step whose metadata are not made yet
+        self._prepared: DeviceStep | None = None  # a step of which not all is made yet that the model is given
+        self._awaited = 0  # what of it: attention's metadata, positions
         self._ran: list[VllmRequest] = []  # the requests of the last step on the device
         self._requests_changed = False  # since that: one has come, gone, or has other tokens or another row
         for note in (*layout.notes, *notes):
@@ -127,8 +129,8 @@ class VllmRecording:
             note = f"every forward waits for the device: {why}"
             logger.warning("kvcanary: %s", note)
             header = layout.states.without(dataclasses.replace(header, notes=(*header.notes, note)), note)
-        if not is_v1(runner):  # its drafts' forwards are seen on the device alone
-            header = layout.drafts_unseen(header)
+        if not is_v1(runner):
+            header = layout.unseen_of_v2(header)
         return recorder_class(settings.inject)(path, header, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:
@@ -270,9 +272,36 @@ class VllmRecording:
                 self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
         return running
 
+    def positions(self, runner: Any, fed: Any) -> Any:
+        """Return what the V1 runner's model is fed, `[dimensions, at least T]` or `[at least T]`, as one position a token."""
+        if not self.layout.positions.places:
+            return fed
+        places = runner.positions[: int(self.output.total_num_scheduled_tokens)]
+        return self._positions(fed, places, runner.query_start_loc.gpu, runner.input_batch.req_ids)
+
+    def _positions(self, fed: Any, places: Any, starts: Any, names: Sequence[str]) -> Any:
+        known = self.requests.known(names)
+        text_from = [NEVER if one is None else one.text_from for one in known]
+        return self.layout.positions.of_step(fed, places, starts, names, np.array(text_from, np.int64))
+
     def prepared(self, step: DeviceStep) -> None:
-        """Keep a step until attention's metadata are there; the model is run after that."""
-        self._prepared = step
+        """Keep a step until all is there that the model is given; it is run after that."""
+        self._prepared, self._awaited = step, 1 + self.layout.positions.seen
+
+    def _has_come(self, step: DeviceStep) -> None:
+        self._awaited -= 1
+        if not self._awaited:
+            self.capture(step)
+
+    @around
+    def on_inputs(self, batch: Any, *_args: Any, **_kwargs: Any) -> Around:
+        """Take over the positions that the V2 runner feeds its model, if they are of several dimensions."""
+        inputs = yield
+        step = self._prepared
+        if step is not None and self.layout.positions.seen:
+            places = step.positions[: step.num_tokens]
+            step.positions = self._positions(inputs["positions"], places, batch.query_start_loc, step.names)
+            self._has_come(step)
 
     def capture(self, step: DeviceStep) -> None:
         """Have the device capture a step that the model is about to run."""
@@ -323,7 +352,7 @@ class VllmRecording:
         metadata = yield
         if self._prepared is not None:
             self._prepared.given = metadata
-            self.capture(self._prepared)
+            self._has_come(self._prepared)
             return
         step = self._now
         if self._open and step is not None:
@@ -345,7 +374,7 @@ class VllmRecording:
         step = self._now
         if self._prepared is not None:
             self._prepared = None
-            self.recorder.lost("a step ran whose attention metadata were not seen")
+            self.recorder.lost("a step ran that was prepared otherwise than is known")
         if not self._open:
             return
         self._open = False

@@ -28,6 +28,8 @@ PLAIN_BACKENDS: Final = frozenset(
      "TRITON_ATTN", "TRITON_ATTN_DIFFKV"}
 )  # fmt: skip
 
+NEVER: Final = 1 << 62
+
 _LayerInput = tuple[Int64Array, Int64Array, TableRead]  # sequence lengths, query lengths `[bs]`, slots
 
 
@@ -55,6 +57,12 @@ class VllmRequest(KnownRequest):
         self.identity: list[IdentityValue] = []  # that, and the weights that were seen
         self.adapter = -1  # its number, 0 for none; -1 if nobody said it
         self.blocks: list[list[int]] = []  # of each of the engine's groups, as the scheduler says
+
+    @property
+    def text_from(self) -> int:
+        """The position from which on it is text alone: behind a prompt with media; never if nobody said what it has."""
+        media = [value for value in self.declared if value.kind == "media"]
+        return 0 if media and not any(value.length for value in media) else self.prompt_len if media else NEVER
 
     def begin(self, tokens: Sequence[int] | Int64Array) -> None:
         """Start over from these tokens; what the engine keeps in the place of an embedding is none."""
@@ -290,7 +298,7 @@ def read_v2(
 
 
 def _positions(positions: Any, prefix: Int64Array, extend: Int64Array, total: int) -> Int64Array:
-    """Return `[T]`; a model that is fed positions of several dimensions goes by the place in the sequence."""
+    """Return `[T]`; where a model is fed positions of several dimensions by an engine without others, places in the sequence."""
     if positions is None or len(positions.shape) != 1:
         return ragged_index(prefix, extend)
     return own_int64(positions[:total])

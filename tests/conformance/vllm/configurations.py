@@ -141,6 +141,9 @@ SETUPS = {
     # The engine core in its own process, and the model in another: on the CPU vLLM does it no other way.
     "llama-spawned": Setup(model="llama", spawned=True),
     "hybrid-async-spawned": Setup(model="hybrid", arguments={"async_scheduling": True}, spawned=True),
+    # Positions of several dimensions.
+    "mrope": Setup(model="mrope"),
+    "mrope-async-preempt": Setup(model="mrope", arguments={"async_scheduling": True, **FEW_BLOCKS}),
 }
 if find_spec("lmcache") is not None:
     LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
@@ -167,6 +170,7 @@ FAULTS = {
     "llama-shared-storage": FILE_FAULTS,
     "llama-several-files": FILE_FAULTS,
     "llama-async": ("block_table", "slot_mapping", "token"),
+    "mrope": ("position", "slot_mapping"),
     "sliding": ("block_table", "slot_mapping", "kv_byte"),
     "recurrent": ("state_byte", "state_block", "state_begin", "state_copy"),
     "recurrent-nocache": ("state_byte", "state_block"),

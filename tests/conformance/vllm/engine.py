@@ -142,6 +142,10 @@ def generate(run: Run, folder: Path) -> None:
     setup = SETUPS[run.setup]
     if not setup.spawned:
         install_faults()
+    if setup.model == "mrope":
+        import mrope
+
+        mrope.register()
     if "lmcache" in run.setup:
         import lmcache_host
 

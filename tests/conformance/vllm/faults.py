@@ -245,10 +245,10 @@ class Injector(LayerFaults, DraftFaults):
         return {"position": prefix + token - at, "token": int(ids[token]), "right": right}
 
     def position(self, runner, fed, row, name, prefix, at, extend):
-        """Feed the model a position that is one off."""
+        """Feed the model a position that is one off; of several dimensions in the last."""
         token = at + self._rng.randrange(extend)
         positions = fed[2]
-        positions[token] += 1
+        (positions if positions.ndim == 1 else positions[-1])[token] += 1
         return {"position": prefix + token - at}
 
     def kv_byte(self, runner, fed, row, name, prefix, at, extend):

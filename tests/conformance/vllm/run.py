@@ -64,8 +64,8 @@ By the plugin alone (entry point group `vllm.general_plugins`), one file for eac
   writes a cached prefix or another request's slot is found, and the header says that no more is looked at.
 - **Warm-up.** A recording begins behind `compile_or_warm_up_model`.
 - **Not recorded, and named in the log and the header**: Mamba and other state on devices, chunked-local and cross attention, groups in
-  the host's memory. Not recorded at all: context parallelism. Images: the positions are judged by their placeholder tokens;
-  multi-dimensional positions are recorded as places in the sequence.
+  the host's memory. Not recorded at all: context parallelism. Of positions of
+  several dimensions (M-RoPE) one that is not the token's place is recorded, but of prompts with images the places.
 - **GPUs**, and the V2 runner: conformance-vllm-gpu.md.
 - **Untested**: pipeline and data parallel ranks. Which other versions were run, and with what: `docs/guide/production.md`.
 - **Run by hand** on the CPU on 2026-11-21: two tensor-parallel ranks, a file each, the same forwards, both clean; and

@@ -195,7 +195,7 @@ class GPUModelRunnerV2(GPUModelRunner):
     def initialize_kv_cache(self, config: Any, is_profiling: bool = False) -> None:
         super().initialize_kv_cache(config, is_profiling)
         del self.input_batch
-        self.model_state = SimpleNamespace(prepare_attn=self.attend)
+        self.model_state = SimpleNamespace(prepare_attn=self.attend, prepare_inputs=lambda _: {})
         self.block_tables = SimpleNamespace(
             block_sizes=[BLOCK] * len(config.kv_cache_groups),
             input_block_tables=[table.block_table.gpu for table in self.batch.block_table],
@@ -220,7 +220,8 @@ class GPUModelRunnerV2(GPUModelRunner):
         )
         self.prepare_attn(batch)
         self.model_state.prepare_attn(output)
-        self._model_forward(*fed)
+        inputs = self.model_state.prepare_inputs(batch)
+        self._model_forward(fed[0], inputs.get("positions", fed[1]))
 
     def prepare_attn(self, batch: Any) -> tuple[Any, Any]:
         tables = self.batch.block_table

@@ -12,6 +12,7 @@ from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.vllm import recording
 from kvcanary.recorder.engines.vllm.device import why_it_waits
 from kvcanary.recorder.engines.vllm.identity import Identities
+from kvcanary.recorder.engines.vllm.rotary import FedPositions
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -188,12 +189,13 @@ def test_an_engine_that_cannot_be_captured_is_recorded_all_the_same(
 @pytest.mark.parametrize("kind", ["draft", "several dimensions", "embeddings", "micro-batches", "v2"])
 def test_what_cannot_be_captured_is_said(kind: str) -> None:
     runner = fake_engine.GPUModelRunner([FullAttentionSpec()], 4)
-    layout = SimpleNamespace(draft=None, draft_offset=None)
+    layout = SimpleNamespace(draft=None, draft_offset=None, positions=FedPositions(runner))
     assert why_it_waits(runner, layout) == ""
     if kind == "draft":
         layout.draft = object()
     elif kind == "several dimensions":
         runner.uses_mrope = True
+        layout.positions = FedPositions(runner)
     elif kind == "embeddings":
         runner.vllm_config.model_config.enable_prompt_embeds = True
     elif kind == "micro-batches":

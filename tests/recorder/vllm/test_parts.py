@@ -21,7 +21,7 @@ from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 from kvcanary.recorder.engines.vllm.hooks import MODULES, RUNNER_V1, TARGETS, hook_module
 from kvcanary.recorder.engines.vllm.identity import identity_of
 from kvcanary.recorder.engines.vllm.kv import head_views, layer_number, row_source
-from kvcanary.recorder.engines.vllm.layout import fed_otherwise, kind_of, ranks_of
+from kvcanary.recorder.engines.vllm.layout import kind_of, ranks_of
 from kvcanary.recorder.engines.vllm.step import Step, VllmRequest, VllmRequests, levels, table_read
 
 from .fake_engine import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -315,11 +315,6 @@ def test_who_reads_what_others_write_waits_for_them() -> None:
 def test_a_circle_of_a_broken_table_ends() -> None:
     made, read = step_of([1, 1], [1, 1], [8, 9], [[9], [8]])
     assert len(levels(made, [read], np.array([True, True]))) == 2
-
-
-def test_positions_of_several_dimensions_are_derived() -> None:
-    assert fed_otherwise(SimpleNamespace(uses_mrope=True)) == ("positions",)
-    assert fed_otherwise(SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0)) == ()
 
 
 def test_a_request_says_what_its_kv_depends_on() -> None:

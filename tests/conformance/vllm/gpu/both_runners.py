@@ -22,6 +22,7 @@ def install_faults() -> None:
         install(fault, mark_all)
         return
     from vllm.v1.worker.gpu import block_table, model_runner
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     seed = int(os.environ["CONFORMANCE_SEED"])
@@ -57,8 +58,10 @@ def install_faults() -> None:
     GPUModelRunner.execute_model = restoring(GPUModelRunner.execute_model)
 
     current: list[Any] = []
+    fed_later: list[ShownAsV1] = []  # a step whose positions are made behind its slots
     v2, tables = model_runner.GPUModelRunner, block_table.BlockTables
     prepare, compute = v2.prepare_attn, tables.compute_slot_mappings
+    prepare_inputs = DefaultModelState.prepare_inputs
 
     def noting_prepare(runner: Any, batch: Any) -> Any:  # around the recorder's hook, which sees what comes back
         current[:] = [runner, batch]
@@ -71,11 +74,22 @@ def install_faults() -> None:
         slots = compute(own, *args, **kwargs)
         if current and not current[1].req_ids[0].startswith("_"):  # else the engine's own warm-up
             shown = ShownAsV1(*current, slots)
-            injector.before(shown, shown.output, (shown.batch.input_ids, None, shown.batch.positions))
+            if fault == "position" and shown.real.model_state.rope_state is not None:
+                fed_later[:] = [shown]
+            else:
+                injector.before(shown, shown.output, (shown.batch.input_ids, None, shown.batch.positions))
         return slots
+
+    def faulty_inputs(state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare_inputs(state, *args, **kwargs)
+        if fed_later:
+            shown = fed_later.pop()
+            injector.before(shown, shown.output, (shown.batch.input_ids, None, inputs["positions"]))
+        return inputs
 
     v2.prepare_attn, tables.compute_slot_mappings = noting_prepare, faulty_compute
     v2.execute_model = restoring(v2.execute_model)
+    DefaultModelState.prepare_inputs = faulty_inputs
 
 
 class ShownAsV1:

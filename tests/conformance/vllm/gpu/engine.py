@@ -54,6 +54,10 @@ def engine_of(run: dict, **more: object) -> object:
     """Start a run's engine."""
     from vllm import LLM
 
+    if run["model"] == "mrope":
+        import mrope
+
+        mrope.register()
     options: dict = {"enforce_eager": True}
     if run["compiled"] or run["graph"] != "NONE":
         options = {"compilation_config": {"mode": 3 if run["compiled"] else 0, "cudagraph_mode": run["graph"]}}

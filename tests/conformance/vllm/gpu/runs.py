@@ -53,7 +53,7 @@ SHAPES: dict[str, dict] = {
     "graphs-triton": {"graph": FULL, "attention": "TRITON_ATTN"},
     "graphs-spawned": {"graph": FULL, "spawned": True},
 }
-PLAIN = {model: f"v1-plain-{model}" for model in ("llama", "hybrid", "sliding", "lfm2", "olmo_hybrid")}
+PLAIN = {model: f"v1-plain-{model}" for model in ("llama", "hybrid", "sliding", "mrope", "lfm2", "olmo_hybrid")}
 
 
 def _runs() -> tuple[GpuRun, ...]:
@@ -69,6 +69,18 @@ def _runs() -> tuple[GpuRun, ...]:
             for shape in ("eager", "graphs", "graphs-hybrid"):
                 name = f"{runner}-{shape}-{fault}"
                 found.append(GpuRun(name=name, base="none", runner=runner, fault=fault, seed=number, **SHAPES[shape]))
+        for shape in ("eager", "graphs", "compiled", "eager-few-blocks"):
+            options = {"model": "mrope", "runner": runner, **SHAPES[shape]}
+            found.append(
+                GpuRun(
+                    name=f"{runner}-mrope-{shape}", base="none" if shape == "compiled" else PLAIN["mrope"], **options
+                )
+            )
+            if shape in ("eager", "graphs"):
+                found += [
+                    GpuRun(name=f"{runner}-mrope-{shape}-{fault}", base="none", fault=fault, seed=5, **options)
+                    for fault in ("position", "slot_mapping")
+                ]
     # n-gram drafts run on the V1 runner; what they accept changes nothing of the tokens.
     found.append(GpuRun(name="v1-ngram", base=PLAIN["llama"], runner="v1", asynchronous=False, ngram=True))
     return (*found, *_drafts(), *_recurrent(), *_loads())

@@ -1,0 +1,87 @@
+"""The positions that a model with several dimensions of them is fed (M-RoPE), as one for each token.
+
+Text has the same position in every dimension: its place in the sequence, behind media its place and a number that the
+request has for good. So what such a model is fed is looked at of all tokens but those of prompts with media, of which the
+engine's own places are taken, by which it computes the slots.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ....kernels.arrays import Int64Array
+
+TRIED: Final = 4  # tokens of text by which it is known how a model places text
+
+
+class FedPositions:
+    """Reads the positions of one runner.
+
+    `several`: its model is fed several dimensions. `places`: the engine has the places of a step's tokens in the sequence,
+    one for each. `seen`: both, and what the model is fed can be told by them.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        mrope = bool(getattr(runner, "uses_mrope", False))
+        self.several = mrope or bool(getattr(runner, "uses_xdrope_dim", 0))
+        self.later = not hasattr(runner, "input_batch")  # the V2 runner makes them behind attention's metadata
+        state = getattr(runner, "model_state", None)
+        self._rope: Any = (
+            getattr(state, "rope_state", None) if callable(getattr(state, "prepare_inputs", None)) else None
+        )
+        own = getattr(runner, "positions", None)  # in older versions filled for models that are fed these alone
+        self.places = self.several and (self._rope is not None if self.later else hasattr(own, "data_ptr"))
+        self.seen = self.places and mrope and _places_text_plainly(runner)
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """The columns of a forward that are worked out."""
+        return ("positions",) if self.several and not self.seen else ()
+
+    def of_step(self, fed: Any, places: Any, starts: Any, names: Sequence[str], text_from: Int64Array) -> Any:
+        """Return `[T]` positions, where the model's tensors lie: without waiting if that is a device.
+
+        `fed` is `[dimensions, at least T]`, `places` `[T]`, `starts` `[bs + 1]` where each request's tokens begin,
+        `text_from` `[bs]` the place from which on each is text. A token that is fed different positions gets one of them
+        that is not its place.
+        """
+        import torch
+
+        if not self.seen:
+            return places
+        total, bs = places.shape[0], len(names)
+        fed = fed[:, :total]
+        if not text_from.any():
+            return _one_of(fed, places)
+        ahead = [self._ahead(name) if place else 0 for name, place in zip(names, text_from.tolist(), strict=True)]
+        there = torch.from_numpy(np.stack((text_from, np.array(ahead, np.int64))))
+        if places.device.type == "cuda":
+            there = there.pin_memory().to(places.device, non_blocking=True)
+        if total != bs:
+            each = torch.arange(bs, device=places.device)
+            there = there[:, torch.repeat_interleave(each, starts[: bs + 1].diff(), output_size=total)]
+        return _one_of(fed - there[1], places).where(places >= there[0], places)
+
+    def _ahead(self, name: str) -> int:
+        """Return how far a request's positions are ahead of its places, by the engine's own number."""
+        if self.later:
+            return int(self._rope.prefill_delta.np[self._runner.req_states.req_id_to_index[name]])
+        return int(self._runner.requests[name].mrope_position_delta or 0)
+
+
+def _one_of(fed: Any, places: Any) -> Any:
+    """Return `[T]` of `fed` `[dimensions, T]` one that is not the token's place, if there is one."""
+    low, high = fed.aminmax(dim=0)
+    return high.where(high > places, low)
+
+
+def _places_text_plainly(runner: Any) -> bool:
+    """Say whether a model's own function gives text its places."""
+    try:
+        model: Any = runner.get_model()
+        found, ahead = model.get_mrope_input_positions([1] * TRIED, [])
+        return ahead == 0 and bool((np.asarray(found) == np.arange(TRIED)).all())
+    except Exception:  # noqa: BLE001  # of a version or a model that asks for more
+        return False
