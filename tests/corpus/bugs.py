@@ -62,7 +62,7 @@ class Bug:
     @property
     def held_out(self) -> int:
         """The round in which it was recorded before any rule was run on it; 0 if the rules were written with it at hand."""
-        return next((n for n, word in enumerate(ROUNDS, 1) if word in self.patch.__module__), 0)
+        return next((n for n in range(len(ROUNDS), 0, -1) if ROUNDS[n - 1] in self.patch.__module__), 0)
 
     @property
     def trace(self) -> str:

@@ -24,8 +24,9 @@ class FedPositions:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        mrope = bool(getattr(runner, "uses_mrope", False))
-        self.several = mrope or bool(getattr(runner, "uses_xdrope_dim", 0))
+        model = runner.vllm_config.model_config
+        mrope = bool(getattr(model, "uses_mrope", False))
+        self.several = mrope or bool(getattr(model, "uses_xdrope_dim", 0))
         self.later = not hasattr(runner, "input_batch")  # the V2 runner makes them behind attention's metadata
         state = getattr(runner, "model_state", None)
         self._rope: Any = (

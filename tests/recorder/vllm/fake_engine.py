@@ -51,6 +51,7 @@ CONTEXT = SimpleNamespace(attn_metadata=None, slot_mapping=None)
 class GPUModelRunner:
     on_attention: Any = None
     own_tables = True  # attention's metadata have block tables of their own
+    uses_mrope = False
 
     def __init__(self, specs: list[KVCacheSpec], num_blocks: int, *, use_async: bool = False) -> None:
         self.use_async = use_async
@@ -59,7 +60,11 @@ class GPUModelRunner:
             parallel_config=SimpleNamespace(tensor_parallel_size=2, rank=1),
             scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS, async_scheduling=use_async),
             model_config=SimpleNamespace(
-                model="some/tiny", dtype=torch.float32, max_model_len=WIDTH, logprobs_mode="raw_logprobs"
+                model="some/tiny",
+                dtype=torch.float32,
+                max_model_len=WIDTH,
+                logprobs_mode="raw_logprobs",
+                uses_mrope=self.uses_mrope,
             ),
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,

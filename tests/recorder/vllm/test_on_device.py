@@ -194,7 +194,7 @@ def test_what_cannot_be_captured_is_said(kind: str) -> None:
     if kind == "draft":
         layout.draft = object()
     elif kind == "several dimensions":
-        runner.uses_mrope = True
+        runner.vllm_config.model_config.uses_mrope = True
         layout.positions = FedPositions(runner)
     elif kind == "embeddings":
         runner.vllm_config.model_config.enable_prompt_embeds = True

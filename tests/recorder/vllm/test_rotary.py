@@ -73,8 +73,8 @@ def feed_several(monkeypatch: pytest.MonkeyPatch, change: Any = None, model: Any
         request.mm_features = [SimpleNamespace(mm_hash="cat", identifier="", mm_position=place)] * (known.name in AHEAD)
         begin(self, known, request)
 
-    for name, value in {"uses_mrope": True, "positions": torch.zeros(64, dtype=torch.int64)}.items():
-        monkeypatch.setattr(GPUModelRunner, name, value, raising=False)
+    monkeypatch.setattr(GPUModelRunner, "uses_mrope", True)
+    monkeypatch.setattr(GPUModelRunner, "positions", torch.zeros(64, dtype=torch.int64), raising=False)
     monkeypatch.setattr(GPUModelRunner, "ahead", SimpleNamespace(np=np.zeros(64, np.int64)), raising=False)
     monkeypatch.setattr(GPUModelRunner, "get_model", lambda _: model(), raising=False)
     monkeypatch.setattr(GPUModelRunner, "prepare", several)
@@ -147,12 +147,17 @@ def test_a_model_that_places_text_otherwise_is_not_judged_by_it(
     assert verdict(tmp_path).verdict.value == "clean"
 
 
+def runner_of(**model: Any) -> Any:
+    """Return a V1 runner of a version that has no positions beside those of several dimensions."""
+    config = SimpleNamespace(model_config=SimpleNamespace(**model))
+    return SimpleNamespace(vllm_config=config, input_batch=None, positions=SimpleNamespace(gpu=None), get_model=Model)
+
+
 def test_an_older_engine_without_places_is_waited_for() -> None:
-    runner = SimpleNamespace(uses_mrope=True, input_batch=None, positions=SimpleNamespace(gpu=None), get_model=Model)
-    positions = FedPositions(runner)
+    positions = FedPositions(runner_of(uses_mrope=True, uses_xdrope_dim=0))
     assert (positions.several, positions.places, positions.derived) == (True, False, ("positions",))
-    assert FedPositions(SimpleNamespace(uses_mrope=False, uses_xdrope_dim=0, input_batch=None)).derived == ()
-    assert FedPositions(SimpleNamespace(uses_xdrope_dim=4, input_batch=None)).derived == ("positions",)
+    assert FedPositions(runner_of(uses_mrope=False, uses_xdrope_dim=0)).derived == ()
+    assert FedPositions(runner_of(uses_xdrope_dim=4)).derived == ("positions",)
 
 
 def test_a_request_is_text_behind_its_media() -> None:
