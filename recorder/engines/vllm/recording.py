@@ -105,6 +105,10 @@ class VllmRecording:
         self._later: list[StepForward] = []
         self._prepared: DeviceStep | None = None  # a step of which not all is made yet that the model is given
         self._awaited = 0  # what of it: attention's metadata, positions
+        self._text: tuple[list[str], Int64Array] = (
+            [],
+            np.empty(0, np.int64),
+        )  # of a step's requests, from where on they are text
         self._ran: list[VllmRequest] = []  # the requests of the last step on the device
         self._requests_changed = False  # since that: one has come, gone, or has other tokens or another row
         for note in (*layout.notes, *notes):
@@ -280,9 +284,10 @@ class VllmRecording:
         return self._positions(fed, places, runner.query_start_loc.gpu, runner.input_batch.req_ids)
 
     def _positions(self, fed: Any, places: Any, starts: Any, names: Sequence[str]) -> Any:
-        known = self.requests.known(names)
-        text_from = [NEVER if one is None else one.text_from for one in known]
-        return self.layout.positions.of_step(fed, places, starts, names, np.array(text_from, np.int64))
+        if self._requests_changed or [*names] != self._text[0]:
+            text_from = [NEVER if one is None else one.text_from for one in self.requests.known(names)]
+            self._text = [*names], np.array(text_from, np.int64)
+        return self.layout.positions.of_step(fed, places, starts, *self._text)
 
     def prepared(self, step: DeviceStep) -> None:
         """Keep a step until all is there that the model is given; it is run after that."""
