@@ -42,6 +42,7 @@ SETUPS = {
     "llama-lora": ("llama", 1, 512, False, 4, False),
     "llama-host": ("llama", 1, 160, False, 3, False),
     "llama-abort": ("llama", 1, 600, False, 3, False),
+    "llama-session": ("llama", 1, 210, False, 4, False),
 }
 
 
@@ -78,6 +79,60 @@ def abort_between_chunks() -> None:
     Scheduler.process_batch_result = then_abort
 
 
+def close_while_it_decodes() -> None:
+    """Close the second session when its second turn has answered four tokens, which an engine puts off until the turn has ended."""
+    from sglang.srt.managers.io_struct import CloseSessionReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process = Scheduler.process_batch_result
+
+    def then_close(self, *args, **kwargs) -> None:
+        process(self, *args, **kwargs)
+        session = self.session_controller.get("second")
+        if session is not None and session.req_nodes and not session.close_on_finish:
+            for req in self.running_batch.reqs:
+                if req.session is session and len(req.output_ids) == 4:
+                    self.session_controller.close(CloseSessionReqInput(session_id="second"))
+
+    Scheduler.process_batch_result = then_close
+
+
+def talk(engine, tokens) -> list[list[int]]:
+    """Return the answers of two sessions, whose turns go on where the last one ended, and of prompts beside them.
+
+    The first session asks for more than there are slots, too, and is told that it cannot have it.
+    """
+    import asyncio
+
+    for name in ("first", "second"):
+        engine.open_session(capacity_of_str_len=1000, session_id=name, streaming=True)
+
+    async def ask(count: int, new: int, session: str = "") -> list[int]:
+        sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
+        params = {"id": session, "rid": None, "offset": None, "replace": None} if session else None
+        try:
+            answer = await engine.async_generate(
+                input_ids=tokens(count), sampling_params=sampling, session_params=params
+            )
+        except ValueError:  # there is no room for it
+            return []
+        return answer["output_ids"]
+
+    async def at_once(*asked) -> list[list[int]]:
+        return list(await asyncio.gather(*(ask(*one) for one in asked)))
+
+    return [
+        answer
+        for asked in (
+            ((30, 10, "first"), (26, 8, "second"), (20, 9)),
+            ((9, 10, "first"), (10, 30, "second"), (25, 12), (35, 8), (28, 10), (22, 14)),
+            ((200, 10, "first"),),
+            ((7, 12, "first"), (31, 10)),
+        )
+        for answer in engine.loop.run_until_complete(at_once(*asked))
+    ]
+
+
 def unpinned(create):
     """Return a function of torch's that does not pin what it makes."""
 
@@ -90,6 +145,8 @@ def unpinned(create):
 
 def options_of(setup: str) -> dict:
     """Return what the engine is given for adapters, or for copies in the host's memory; put in place what they need."""
+    if setup == "llama-session":
+        return {"enable_streaming_session": True}
     if setup == "llama-lora":
         from request_kinds import LORA, load_adapters
 
@@ -157,6 +214,8 @@ def generate(setup: str, folder: Path) -> None:
         ask_for_flushes()
     if setup == "llama-abort":
         abort_between_chunks()
+    if setup == "llama-session":
+        close_while_it_decodes()
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -196,9 +255,13 @@ def generate(setup: str, folder: Path) -> None:
         again = [tokens(230)]
     if setup == "llama-host":
         prompts = [tokens(rng.randrange(36, 60)) for _ in range(5)]
-    outputs = []
+    outputs = talk(engine, tokens) if setup == "llama-session" else []
     for number, batch in enumerate(
-        (prompts[:2], prompts[2:4], [], prompts[4:], []) if setup == "llama-host" else (prompts, again)
+        (prompts[:2], prompts[2:4], [], prompts[4:], [])
+        if setup == "llama-host"
+        else ()
+        if setup == "llama-session"
+        else (prompts, again)
     ):
         if setup == "llama-host" and not batch:  # goes on behind an answer, when others have taken its slots
             batch = [prompts[i] + outputs[i] + tokens(4) for i in ((0,) if number == 2 else (1, 2))]
