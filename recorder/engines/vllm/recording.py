@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import AttentionInput
@@ -105,10 +106,8 @@ class VllmRecording:
         self._later: list[StepForward] = []
         self._prepared: DeviceStep | None = None  # a step of which not all is made yet that the model is given
         self._awaited = 0  # what of it: attention's metadata, positions
-        self._text: tuple[list[str], Int64Array] = (
-            [],
-            np.empty(0, np.int64),
-        )  # of a step's requests, from where on they are text
+        # Names of a step's requests, and from which place on each is text.
+        self._text: tuple[list[str], Int64Array] = ([], np.empty(0, np.int64))
         self._ran: list[VllmRequest] = []  # the requests of the last step on the device
         self._requests_changed = False  # since that: one has come, gone, or has other tokens or another row
         for note in (*layout.notes, *notes):
