@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,16 @@ class _Followed:
     last: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
+class _Identity(NamedTuple):
+    """The trace's columns `[n, 4] int64`, and the position from which on no media are declared."""
+
+    values: Int64Array
+    behind_media: int
+
+
+_NONE: Final = _Identity(np.empty((0, 4), np.int64), 0)
+
+
 class Identities:
     """Identities by number. A slot's is that of the request that wrote it, so that a hit on another's KV shows.
 
@@ -42,7 +52,7 @@ class Identities:
         self._others = others
         self._declared: dict[int, int] = {}  # by request
         self._numbers: dict[bytes, int] = {}
-        self._values: dict[int, Int64Array] = {}
+        self._known: dict[int, _Identity] = {}
         self._next = 0
         self._most = _FEW
         self._followed: dict[int, _Followed] = {}
@@ -51,7 +61,7 @@ class Identities:
         """Take what an event declares of a request; raise `UnusableEventError` if its columns do not fit one another."""
         values = np.stack(columns(view, "identity", ("kind", "start", "count", "hash")), axis=1)
         request_id = int(view.scalar("request_id"))
-        if len(self._values) >= self._most:
+        if len(self._known) >= self._most:
             self._drop_unused()
         if len(values) or request_id in self._declared:
             self._declared[request_id] = self._number(values)
@@ -71,7 +81,7 @@ class Identities:
         others = forward.identity.tolist() if self._others and forward.identity is not None else ()
         for kind, request, count, other in others:
             if count > 0 and found[request] != UNKNOWN_IDENTITY:
-                values = self._values[found[request]]
+                values = self._known[found[request]].values
                 values = values[values[:, 0] != kind]
                 found[request] = self._number(np.append(values, [(kind, 0, 0, other)], axis=0))
         return np.array(found, np.int64)
@@ -103,13 +113,13 @@ class Identities:
     def _changes(
         self, known: _Followed, request_id: int, number: int, start: int, stop: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        values = self._values.get(number)
+        identity = self._known.get(number, _NONE)
         known.end = stop
-        if number == known.number and (values is None or not (values[:, 0] == MEDIA).any()):
+        if number == known.number and start > identity.behind_media:
             return
         known.number = number
         for kind in _KINDS:
-            for position, found in _pieces(values, kind, start, stop):
+            for position, found in identity_pieces(identity.values, kind, start, stop):
                 if known.last.get(kind, (0, 0)) != found:
                     known.last[kind] = found
                     yield request_id, position, kind, *found
@@ -117,16 +127,18 @@ class Identities:
     def _number(self, values: Int64Array) -> int:
         key = values.tobytes()
         if key not in self._numbers:
-            self._numbers[key], self._values[self._next] = self._next, values
+            media = values[values[:, 0] == MEDIA]
+            behind_media = int((media[:, 1] + media[:, 2]).max(initial=0))
+            self._numbers[key], self._known[self._next] = self._next, _Identity(values, behind_media)
             self._next += 1
         return self._numbers[key]
 
     def _drop_unused(self) -> None:
         used = {number for names in self._names for tier in names.writers for number in np.unique(tier[:, 2]).tolist()}
         used.update(self._declared.values())
-        self._values = {number: values for number, values in self._values.items() if number in used}
+        self._known = {number: identity for number, identity in self._known.items() if number in used}
         self._numbers = {key: number for key, number in self._numbers.items() if number in used}
-        self._most = max(_FEW, 2 * len(self._values))
+        self._most = max(_FEW, 2 * len(self._known))
 
 
 def _runs(numbers: Int64Array, start: int) -> Iterable[tuple[int, int, int]]:
@@ -137,9 +149,9 @@ def _runs(numbers: Int64Array, start: int) -> Iterable[tuple[int, int, int]]:
             yield start + first, start + last, int(numbers[first])
 
 
-def _pieces(values: Int64Array | None, kind: int, start: int, stop: int) -> list[tuple[int, tuple[int, int]]]:
+def identity_pieces(values: Int64Array, kind: int, start: int, stop: int) -> list[tuple[int, tuple[int, int]]]:
     """Return where positions from `start` to `stop - 1` begin to depend on another value, and on what: known or not, and its hash."""
-    mine = np.empty((0, 4), np.int64) if values is None else values[values[:, 0] == kind]
+    mine = values[values[:, 0] == kind]
     if not len(mine):
         return [(start, (0, 0))]
     if kind != MEDIA:

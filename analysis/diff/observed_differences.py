@@ -5,7 +5,7 @@ What only one of them saw is compared with nothing, and said: the other may have
 
 from typing import Any, Final
 
-from ...recorder.trace.schema import IDENTITY_KINDS
+from ...recorder.trace.schema import IDENTITY_KINDS, WRITTEN_VALUES
 from .comparability import ComparisonPlan, seen_by_both
 from .differences import SIDES, Kept
 from .facts import Statements
@@ -17,7 +17,7 @@ _RENAMED: Final = (
 )  # kinds of identity whose names another run, or another engine, may give otherwise
 _VALUE: Final = (
     "['NaN', 'an infinity', 'zeros'][{of}.kind + 1] || ' in ' || if({of}.rows = 1, 'a row', {of}.rows || ' rows') || ' of ' || "
-    "{of}.half || ', first in layer ' || {of}.layer || ' at position ' || {of}.position"
+    "{of}.half || ', first in layer ' || {of}.layer || if({of}.position = v.position, '', ' at position ' || {of}.position)"
 )
 
 
@@ -46,11 +46,21 @@ def find_observed(
         sql.run("state", whole=whole)
         compared["states"] = sql.count("states_compared")
     if any(sample.values for sample in plan.samples):
-        for side in SIDES:
-            sql.run("values", s=side, kept=kept.tokens(side, drafts=False))
-        for side, other in (SIDES, SIDES[::-1]):
-            sql.run("odd_values", s=side, o=other, said=_VALUE.format(of="c"), others_said=_VALUE.format(of="w"))
-        sql.run("first_values")
+        _values(sql, kept)
+
+
+def _values(sql: Statements, kept: Kept) -> None:
+    """Compare the values that no model writes, and that either trace saw."""
+    for side in SIDES:
+        sql.run("values", s=side, kept=kept.tokens(side, drafts=False))
+    if not sql.count("values_found"):
+        return
+    for side in SIDES:
+        sql.run("values_computed", s=side, kept=kept.tokens(side, drafts=False))
+    for side, other in (SIDES, SIDES[::-1]):
+        said = {"said": _VALUE.format(of="v"), "others_said": _VALUE.format(of="w")}
+        sql.run("odd_values", s=side, o=other, zeros=WRITTEN_VALUES.index("zeros"), **said)
+    sql.run("first_values")
 
 
 def _identities(sql: Statements, plan: ComparisonPlan, notes: list[str]) -> bool:

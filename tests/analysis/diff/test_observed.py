@@ -2,10 +2,16 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from kvcanary.analysis.diff.comparability import plan_comparison
 from kvcanary.analysis.diff.compare import diff_traces
+from kvcanary.analysis.diff.identities import identity_pieces
 from kvcanary.analysis.diff.settings import DiffSettings
+from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
+from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StatePool, StateTable, TraceHeader
+from kvcanary.recorder.trace.schema import IDENTITY_KINDS
 from kvcanary.replayer.lab import trial as trials
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
@@ -112,6 +118,7 @@ def test_real_engines_differ_in_that_alone(setup, bug, settings, counts, place, 
         ("sglang-clean-llama-weights", "sglang-weights_changed_cache_kept", "weights"),
         ("sglang-clean-llama-lora", "sglang-buffer_of_an_adapter_is_found_by_its_name", "adapter"),
         ("sglang-clean-llama-lora", "sglang-key_of_what_is_kept_has_no_adapter", "no adapter"),
+        ("vllm-clean-llama-embeds", "vllm-embeddings_are_left_out_of_the_key", "media"),
     ],
 )
 def test_what_kv_was_computed_with_comes_before_what_came_of_it(setup, bug, first):
@@ -150,3 +157,115 @@ def test_faults_that_show_nowhere_else(fault, config, kind, words, tmp_path, mon
     back = diff_traces(bad, good)
     assert back.verdict == "different"
     assert result.first.position in {found.position for request in back.requests for found in request}
+
+
+def test_a_nan_of_a_real_engine_is_found_where_it_was_written():
+    pair = CORPUS / "vllm-clean-delta.arrow", CORPUS / "vllm-state_of_a_block_that_is_not_there_yet.arrow"
+    result = diff_traces(*pair, settings=DiffSettings(kinds=frozenset({"values"})))
+    assert (
+        result.first.words == "computing position 96 in pool full: none in A, NaN in a row of V, first in layer 3 in B"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "without", "kind", "note"),
+    [
+        ("nan_written", "layers", {"sampled_layers": 0}, "values", "NaN, infinities and rows of zeros"),
+        ("late_layer_overwritten", "layers", {"sampled_layers": 0}, "layer_changed", "KV bytes of later layers"),
+        ("window_read_wrong", "told_reads", {"reads_given": False}, "window", "positions that windows read"),
+    ],
+)
+def test_what_only_one_trace_saw_is_compared_with_nothing(fault, config, without, kind, note, tmp_path, monkeypatch):
+    _, bad = broken(fault, config, tmp_path, monkeypatch)
+    seed = int(bad.stem[:-1])
+    engine = dataclasses.replace(CONFIGURATIONS[config].engine_config(seed), noise=False, **without)
+    good = tmp_path / "good.arrow"
+    with SimulatedEngine(engine, CONFIGURATIONS[config].requests(seed), good) as running:
+        running.run()
+    for pair, side in (((good, bad), "B"), ((bad, good), "A")):
+        result = diff_traces(*pair)
+        assert kind not in result.counts
+        assert f"{note} are not compared, since only {side} recorded them" in result.notes
+
+
+def test_hashes_of_states_know_no_tolerance():
+    pair = CORPUS / "vllm-clean-delta-preempt.arrow", CORPUS / "vllm-resumed_request_is_known_by_its_old_column.arrow"
+    for settings, said in ((ROUNDED, ["--kv-tolerance"]), (DiffSettings(kv=False), [])):
+        result = diff_traces(*pair, settings=settings)
+        assert result.verdict == "same"
+        assert "states" not in result.compared
+        assert [word for word in said if any(word in note for note in result.notes)] == said
+
+
+POOL = StatePool(name="mamba", num_slots=9, layer=1, num_layers=2, hashed_bytes=64, zeros=5)
+HEADER = TraceHeader(
+    groups=(PoolGroup(name="full", num_slots=9, streams=()),), tables=(StateTable(rows=2, width=9),), states=(POOL,)
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs", "note"),
+    [
+        ({}, 1, ""),
+        ({"states": (dataclasses.replace(POOL, num_slots=20),)}, 1, ""),
+        ({"states": ()}, 0, "since only A recorded them"),
+        ({"states": (dataclasses.replace(POOL, hashed_bytes=0),)}, 0, "since only A recorded them"),
+        ({"states": (dataclasses.replace(POOL, hashed_bytes=32),)}, 0, "of 1 pools in A and 1 in B 0 are compared"),
+        ({"states": (dataclasses.replace(POOL, zeros=6),)}, 0, "recorded in another format"),
+        ({"states": (dataclasses.replace(POOL, zeros=0),), "format_minor": 7}, 0, "recorded in another format"),
+        ({"engine": EngineInfo(name="other")}, 0, "A and B are other engines"),
+        ({"salt_id": "1"}, 0, "different salts"),
+    ],
+)
+def test_which_hashes_of_states_mean_the_same(changes, pairs, note):
+    plan = plan_comparison(HEADER, dataclasses.replace(HEADER, **changes), DiffSettings())
+    assert [len(side) for side in plan.states] == [pairs, pairs]
+    assert not note or any(note in one for one in plan.notes)
+
+
+def requests(rename):
+    configuration = CONFIGURATIONS["adapters"]
+    return [
+        dataclasses.replace(spec, adapter=rename(n, spec.adapter)) for n, spec in enumerate(configuration.requests(3))
+    ]
+
+
+def test_adapters_of_other_names_are_the_same_where_requests_have_them_together(clean, tmp_path):
+    renamed = record("adapters", tmp_path / "b.arrow", requests=requests(lambda _, name: name and f"run-2-{name}"))
+    result = diff_traces(clean("adapters"), renamed)
+    assert result.verdict == "same", result.requests[:1]
+    assert any("2 values of adapter are called otherwise" in note for note in result.notes)
+    specs = requests(lambda _, name: name)
+    odd = next(n for n, spec in enumerate(specs) if spec.adapter == "adapter-1")
+    for other, said in (("run-2-adapter-2", "adapter "), ("", "no adapter")):
+        given = requests(lambda n, name, to=other: to if n == odd else name and f"run-2-{name}")
+        path = record("adapters", tmp_path / f"{said}.arrow", requests=given)
+        differing = diff_traces(clean("adapters"), path, settings=DiffSettings(kinds=frozenset({"identity"})))
+        assert differing.num_different == 1
+        assert differing.first.position == 0
+        assert differing.first.b.startswith(said)
+
+
+def test_identities_hashed_with_other_salts_are_not_compared(tmp_path):
+    salts = {"a": bytes(16), "b": bytes(16), "c": bytes(range(16))}
+    made = {
+        name: record(
+            "adapters", tmp_path / f"{name}.arrow", recorder={"privacy": Privacy(salt, tokens=False, names=True)}
+        )
+        for name, salt in salts.items()
+    }
+    same, other = diff_traces(made["a"], made["b"]), diff_traces(made["a"], made["c"])
+    assert (same.verdict, other.verdict) == ("same", "same")
+    assert same.compared["identities"] > 20
+    assert "identities" not in other.compared
+    assert any("hashed with other salts" in note for note in other.notes)
+
+
+def test_media_fill_the_positions_that_they_are_declared_for():
+    media, salt = IDENTITY_KINDS.index("media"), IDENTITY_KINDS.index("salt")
+    values = np.array([(salt, 0, 0, 9), (media, 0, 0, 0), (media, 4, 3, 7), (media, 9, 1, 8)], np.int64)
+    assert identity_pieces(values, salt, 2, 6) == [(2, (1, 9))]
+    assert identity_pieces(values, media, 0, 12) == [(0, (1, 0)), (4, (1, 7)), (7, (1, 0)), (9, (1, 8)), (10, (1, 0))]
+    assert identity_pieces(values, media, 5, 8) == [(5, (1, 7)), (7, (1, 0))]
+    assert identity_pieces(values, IDENTITY_KINDS.index("weights"), 0, 12) == [(0, (0, 0))]
+    assert identity_pieces(values[:0], media, 3, 12) == [(3, (0, 0))]

@@ -46,28 +46,26 @@ select count(*) from identity_partners
 
 -- section: identity
 insert into firsts
-with odd as (
+with apart as (
     from identity_spots anti join identity_partners using (kind, a_hash, b_hash) where a_hash <> b_hash
 ),
+odd as (
+    select r.* from (select s.pair, arg_min(s, (s.position, s.kind)) as r from apart as s group by s.pair)
+),
 a as (
-    select pair, kind, position, min(event) as event, arg_min(forward, event) as forward
+    select pair, min(t.event) as event, arg_min(t.forward, t.event) as forward
     from odd join pairs using (pair) join a_batches as t on t.request_id = a_id
     where runner = 0 and prefix + extend > position group by all
 ),
 b as (
-    select pair, kind, position, min(event) as event, arg_min(forward, event) as forward
+    select pair, min(t.event) as event, arg_min(t.forward, t.event) as forward
     from odd join pairs using (pair) join b_batches as t on t.request_id = b_id
     where runner = 0 and prefix + extend > position group by all
-),
-placed as (
-    select pair, kind, position, a_hash, b_hash, a.event as a_event, a.forward as a_forward, b.event as b_event,
-        b.forward as b_forward
-    from odd join a using (pair, kind, position) join b using (pair, kind, position)
 )
-select pair, 'identity', 0, -1, r.position, r.b_event, r.a_event, r.a_forward, r.b_event, r.b_forward,
-    if(r.a_hash = 0, 'no ' || {kinds}[r.kind + 1], {kinds}[r.kind + 1] || ' ' || lpad(lower(hex(r.a_hash)), 16, '0')),
-    if(r.b_hash = 0, 'no ' || {kinds}[r.kind + 1], {kinds}[r.kind + 1] || ' ' || lpad(lower(hex(r.b_hash)), 16, '0'))
-from (select p.pair, arg_min(p, (p.b_event, p.position, p.kind)) as r from placed as p group by p.pair)
+select pair, 'identity', 0, -1, position, b.event, a.event, a.forward, b.event, b.forward,
+    if(a_hash = 0, 'no ' || {kinds}[kind + 1], {kinds}[kind + 1] || ' ' || lpad(lower(hex(a_hash)), 16, '0')),
+    if(b_hash = 0, 'no ' || {kinds}[kind + 1], {kinds}[kind + 1] || ' ' || lpad(lower(hex(b_hash)), 16, '0'))
+from odd join a using (pair) join b using (pair)
 
 -- section: window_reads
 -- The first forward that begins at a position, where what its sliding groups read was seen.
@@ -136,36 +134,46 @@ from (select odd.pair, arg_min(odd, (odd.b.event, odd.position)) as r from odd g
 
 -- section: values
 -- Of a part of a prompt only the first value of a kind is recorded: where the other trace has one too in the part that it
--- computed with that position, nobody knows which others there are, unless both parts are the same. Rows of zeros are told by a
--- recorder that has seen enough rows, of a layer that had none.
+-- computed with that position, nobody knows which others there are, unless both parts are the same.
 create table {s}_value as
 select pair, t.* from {s}_values as t join pairs on pairs.{s}_id = t.request_id
 {kept}
 
--- section: odd_values
-create table {s}_odd_values as
-with computed as (
-    select v.*, t.event as o_event, t.forward as o_forward, t.prefix as o_prefix, t.extend as o_extend
-    from {s}_value as v join pairs using (pair) join {o}_batches as t on t.request_id = {o}_id and t.runner = v.runner
-    where v.position >= t.prefix and v.position < t.prefix + t.extend and (v.kind <> 2 or t.written >= v.written)
-    qualify row_number() over (partition by pair, v.pool_group, half, kind, v.event order by t.event) = 1
-),
-others as (
-    select pair, pool_group, half, kind, c.event, count(*) as alike,
-        bool_or(w.prefix = c.prefix and w.extend = c.extend and (w.layer, w.position, w.rows) <> (c.layer, c.position, c.rows))
-            as unlike,
-        any_value(w.layer) as layer, any_value(w.position) as position, any_value(w.rows) as rows
-    from computed as c join {o}_value as w using (pair, pool_group, half, kind)
-    where c.position >= w.prefix and c.position < w.prefix + w.extend
+-- section: values_found
+select count(*) from (from a_value union all from b_value)
+
+-- section: values_computed
+-- The forward that computed such a position first.
+create table {s}_computed as
+with firsts_of as (
+    select pair, t.request_id, t.runner, t.position, min(t.event) as event
+    from {s}_tokens as t join pairs on pairs.{s}_id = t.request_id
+    semi join (select pair, runner, position from a_value union select pair, runner, position from b_value)
+    using (pair, runner, position)
+    {kept}
     group by all
 )
-select c.pair, c.runner, c.pool_group, c.position, c.event as {s}_event, c.forward as {s}_forward, o_event as {o}_event,
-    o_forward as {o}_forward, {said} as {s}, coalesce({others_said}, 'none') as {o}
-from computed as c left join others as w using (pair, pool_group, half, kind, event)
-where (w.alike is null or w.unlike) and not (c.kind = 2 and w.alike is null and exists (
-    from {o}_values as z where z.kind = 2 and z.pool_group = c.pool_group and z.half = c.half and z.layer = c.layer
-        and z.event < o_event
-))
+select pair, runner, position, event, forward, prefix, extend, written
+from firsts_of join {s}_batches using (request_id, runner, event)
+
+-- section: odd_values
+-- Rows of zeros are told by a recorder that has seen enough rows of a layer, and none of zeros among them.
+create table {s}_odd_values as
+select v.pair, v.runner, v.pool_group, v.position, v.event as {s}_event, v.forward as {s}_forward, o.event as {o}_event,
+    o.forward as {o}_forward, {said} as {s}, if(w.event is null, 'none', {others_said}) as {o}
+from {s}_value as v
+semi join {s}_computed using (pair, runner, position, event)
+join {o}_computed as o on o.pair = v.pair and o.runner = v.runner and o.position = v.position
+left join {o}_value as w on w.pair = v.pair and w.event = o.event and w.pool_group = v.pool_group and w.half = v.half
+    and w.kind = v.kind
+where case
+    when w.event is not null
+        then o.prefix = v.prefix and o.extend = v.extend and (w.layer, w.position, w.rows) <> (v.layer, v.position, v.rows)
+    else v.kind <> {zeros} or (o.written >= v.written and not exists (
+        from {o}_values as z where z.kind = {zeros} and z.pool_group = v.pool_group and z.half = v.half and z.layer = v.layer
+            and z.event < o.event
+    ))
+end
 
 -- section: first_values
 insert into firsts
