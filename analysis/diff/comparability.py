@@ -12,8 +12,10 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray
 from ...kernels.capture.layers import FLOATS
 from ...kernels.ops.token_rows.encoding import float_values
-from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.header import KvStream, TraceHeader
 from .settings import KV_DTYPES, DiffSettings, NotComparableError
+
+_HALVES: Final = ("K", "V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,19 +201,17 @@ def _refuse_kv(why: str, settings: DiffSettings, notes: list[str]) -> None:
     notes.append(f"KV bytes are not compared: {why}")
 
 
+def _of_half(header: TraceHeader, group: int, half: str, *, samples: bool) -> list[tuple[int, KvStream]]:
+    """Return a group's streams of one half, that sample layers or that do not, by their places in the runner's stream order."""
+    streams = enumerate(header.streams(header.groups[group].runner))
+    return [(at, one) for at, (of, one) in streams if (of, one.half, one.samples) == (group, half, samples)]
+
+
 def _paired_streams(a: TraceHeader, first: int, b: TraceHeader, second: int) -> list[tuple[int, int, int]]:
     """Return `(place in A, place in B, bytes)` of the streams of one half, layer by layer, as far as they are alike."""
     found = []
-    places = [
-        [
-            (place, stream)
-            for place, (group, stream) in enumerate(h.streams(h.groups[g].runner))
-            if group == g and not stream.samples
-        ]
-        for h, g in ((a, first), (b, second))
-    ]
-    for half in ("K", "V"):
-        mine, theirs = ([(p, s) for p, s in side if s.half == half] for side in places)
+    for half in _HALVES:
+        mine, theirs = _of_half(a, first, half, samples=False), _of_half(b, second, half, samples=False)
         for (at, stream), (there, other) in zip(mine, theirs, strict=False):
             if stream.bytes_per_token == other.bytes_per_token:
                 found.append((at, there, min(stream.capture_bytes, other.capture_bytes)))
@@ -221,25 +221,19 @@ def _paired_streams(a: TraceHeader, first: int, b: TraceHeader, second: int) -> 
 def _paired_samples(
     a: TraceHeader, first: int, b: TraceHeader, second: int, *, kv: bool
 ) -> list[tuple[SampledStream, SampledStream]]:
-    """Return the streams that sample layers, of one half in both groups, half by half."""
+    """Return the streams that sample layers, of one half in both groups, in A and in B."""
     found = []
-    sides = [
-        {
-            stream.half: (place, stream)
-            for place, (group, stream) in enumerate(h.streams(h.groups[g].runner))
-            if group == g and stream.samples
-        }
-        for h, g in ((a, first), (b, second))
-    ]
-    for half, (at, stream) in sides[0].items():
-        if half not in sides[1]:
-            continue
-        there, other = sides[1][half]
-        layers = tuple(sorted({*stream.layers} & {*other.layers}))
-        alike = [(one.bytes_per_token, one.dtype, one.scale) for one in (stream, other)]
-        values = stream.dtype in FLOATS and other.dtype in FLOATS
-        mine = SampledStream(place=at, layers=layers, kv=kv and alike[0] == alike[1], values=values)
-        found.append((mine, dataclasses.replace(mine, place=there)))
+    for half in _HALVES:
+        mine, theirs = _of_half(a, first, half, samples=True), _of_half(b, second, half, samples=True)
+        for (at, stream), (there, other) in zip(mine, theirs, strict=False):
+            alike = [(one.bytes_per_token, one.dtype, one.scale) for one in (stream, other)]
+            sample = SampledStream(
+                place=at,
+                layers=tuple(sorted({*stream.layers} & {*other.layers})),
+                kv=kv and alike[0] == alike[1],
+                values=stream.dtype in FLOATS and other.dtype in FLOATS,
+            )
+            found.append((sample, dataclasses.replace(sample, place=there)))
     return found
 
 

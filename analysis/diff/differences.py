@@ -59,12 +59,13 @@ def find_differences(
     sql.run("prompts")
     if plan.kv:
         compared["kv"] = _compare_bytes(connection, sql, LEADING, kept, plan, settings.kv_tolerance, whole)
-        for change in changes():
+        for change in _changes():
             sql.run("changed", **change, whole=not settings.requests)  # of nobody's slots, too, if all are asked for
-    if plan.kv and any(sample.kv for sample in plan.samples):
+    if plan.kv and not plan.hand_over and any(sample.kv for sample in plan.samples):
         compared["layers"] = _compare_bytes(connection, sql, SAMPLED, kept, plan, settings.kv_tolerance, whole)
-        for change in changes():
-            sql.run("layer_changed", **change)
+        for change, others_whole in zip(_changes(), whole[::-1], strict=True):
+            if others_whole:  # else the same change may be lost
+                sql.run("layer_changed", **change)
     sql.run("context")
     connection.execute("update firsts set kind = 'table' where kind = 'context'")
     return compared
@@ -128,7 +129,7 @@ def _compare_bytes(
     return sql.count("bytes_compared", **names)
 
 
-def changes() -> Iterator[dict[str, object]]:
+def _changes() -> Iterator[dict[str, object]]:
     """Yield, for changes without a write in A and then in B alone, the values of a statement that finds the first."""
     here, nowhere, text = "r.event, r.forward", "-1, -1", "'slot ' || r.slot || ' changed'"
     none = "'no change'"

@@ -104,9 +104,10 @@ class Identities:
             if known.end < begin:
                 for start, stop, of in _runs(cached(r, known.end, begin), known.end):
                     rows += self._changes(known, request_id, of, start, stop)
-            begin = max(known.end, begin)
-            if begin < end:
-                rows += self._changes(known, request_id, number, begin, end)
+                known.end = begin
+            if known.end < end:
+                rows += self._changes(known, request_id, number, known.end, end)
+                known.end = end
         if rows:
             self._sinks.add("identities", *np.array(rows, np.int64).T)
 
@@ -114,7 +115,6 @@ class Identities:
         self, known: _Followed, request_id: int, number: int, start: int, stop: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
         identity = self._known.get(number, _NONE)
-        known.end = stop
         if number == known.number and start > identity.behind_media:
             return
         known.number = number

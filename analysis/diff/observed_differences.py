@@ -11,13 +11,12 @@ from .differences import SIDES, Kept
 from .facts import Statements
 from .walk import TraceTotals
 
-_RENAMED: Final = (
-    "adapter",
-    "media",
-)  # kinds of identity whose names another run, or another engine, may give otherwise
+# Kinds of identity whose names another run, and another engine, may give otherwise.
+_RENAMED: Final = ("adapter", "media")
+_SAID: Final = {"nan": "NaN", "infinite": "an infinity", "zeros": "zeros"}  # of WRITTEN_VALUES
 _VALUE: Final = (
-    "['NaN', 'an infinity', 'zeros'][{of}.kind + 1] || ' in ' || if({of}.rows = 1, 'a row', {of}.rows || ' rows') || ' of ' || "
-    "{of}.half || ', first in layer ' || {of}.layer || if({of}.position = v.position, '', ' at position ' || {of}.position)"
+    "{kinds}[{of}.kind + 1] || ' in ' || if({of}.rows = 1, 'a row', {of}.rows || ' rows') || ' of ' || {of}.half || "
+    "', first in layer ' || {of}.layer || if({of}.position = v.position, '', ' at position ' || {of}.position)"
 )
 
 
@@ -58,8 +57,9 @@ def _values(sql: Statements, kept: Kept) -> None:
     for side in SIDES:
         sql.run("values_computed", s=side, kept=kept.tokens(side, drafts=False))
     for side, other in (SIDES, SIDES[::-1]):
-        said = {"said": _VALUE.format(of="v"), "others_said": _VALUE.format(of="w")}
-        sql.run("odd_values", s=side, o=other, zeros=WRITTEN_VALUES.index("zeros"), **said)
+        said, others = (_VALUE.format(of=of, kinds=[_SAID[kind] for kind in WRITTEN_VALUES]) for of in ("v", "w"))
+        zeros = WRITTEN_VALUES.index("zeros")
+        sql.run("odd_values", s=side, o=other, zeros=zeros, said=said, others_said=others)
     sql.run("first_values")
 
 

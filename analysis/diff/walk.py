@@ -384,6 +384,7 @@ class TraceWalk:
         lost = int(view.scalar("lost_events"))
         self._losses += 1
         self._settled.clear()  # what came after may have been settled, too
+        self._identities.forget()
         self.summary.doubts.append(str(view.scalar("note")) or f"{lost} events lost while recording")
         if view.scalar("status") == SLOTS_LISTED:
             self._traffic.lost(view)
