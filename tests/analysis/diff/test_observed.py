@@ -14,7 +14,7 @@ from kvcanary.recorder.trace.header import EngineInfo, PoolGroup, StatePool, Sta
 from kvcanary.recorder.trace.schema import IDENTITY_KINDS
 from kvcanary.replayer.lab import trial as trials
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
-from kvcanary.replayer.lab.faults import FAULTS
+from kvcanary.replayer.lab.faults import FAULTS, kv_bytes
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
 from ...support.places import DATA
@@ -157,6 +157,27 @@ def test_faults_that_show_nowhere_else(fault, config, kind, words, tmp_path, mon
     back = diff_traces(bad, good)
     assert back.verdict == "different"
     assert result.first.position in {found.position for request in back.requests for found in request}
+
+
+class Zeroing:
+    """A layer's words `[slots, words]`, of which a slot becomes all zeros when anything is written to one."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def __setitem__(self, place, value):
+        self.words[place[0]] = 0
+
+
+def test_a_row_of_zeros_counts_once_the_other_trace_had_seen_as_many_rows(tmp_path, monkeypatch):
+    late_layer = kv_bytes._late_layer
+    monkeypatch.setattr(kv_bytes, "_late_layer", lambda *given: Zeroing(late_layer(*given)))
+    good, bad = broken("nan_written", "layers", tmp_path, monkeypatch)
+    result = diff_traces(good, bad)
+    assert result.counts == {"values": 1}
+    assert "none in A, zeros in a row of " in result.first.words
+    back = diff_traces(bad, good)
+    assert (back.counts, back.first.position) == ({"values": 1}, result.first.position)
 
 
 def test_a_nan_of_a_real_engine_is_found_where_it_was_written():
