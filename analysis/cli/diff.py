@@ -15,7 +15,7 @@ import click
 from ...recorder.cli.program import EXIT_FAILED, CommandError, GivenPath, console_for
 from ...recorder.errors import printable
 from ...recorder.text_tables import show_columns
-from ..diff.settings import ALIGNMENTS, CONTENT_KINDS, KINDS, KV_DTYPES, DiffSettings, NotComparableError
+from ..diff.settings import ALIGNMENTS, BYTE_KINDS, CONTENT_KINDS, KINDS, KV_DTYPES, DiffSettings, NotComparableError
 from ..errors import AnalysisError
 from . import say
 
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 EXIT_NOT_COMPARABLE: Final = 125
 MAX_SHOWN: Final = 10
-_KV: Final = {"kv", "kv_changed"}
+_COMPARED: Final = {  # beside tokens, by its name in the JSON
+    "layers": "pieces of all layers",
+    "states": "recurrent states",
+    "windows": "reads of windows",
+    "identities": "requests' identities",
+}
 
 _EPILOG = """\b
 Examples:
@@ -48,8 +53,10 @@ Examples:
 
 \b
 Kinds of difference:
-  missing, input, position, table, sampled, kv, kv_changed, length    count by default
-  hit, schedule                                                       timing: shown, and count with --only or --strict
+  missing, input, identity, position, table, window, state, values, sampled, kv, layer, kv_changed, layer_changed, length
+      count by default
+  hit, schedule
+      timing: shown, and count with --only or --strict
 
 \b
 Exit codes: 0 same (but for timing), 1 different, 2 wrong usage or an unreadable trace,
@@ -126,10 +133,10 @@ def _settings(asked: dict[str, Any]) -> DiffSettings:
     names = tuple(name.strip() for name in (requests or "").split(",") if name.strip())
     if requests is not None and not names:
         raise click.UsageError("--requests names none; expected names or ids joined by commas")
-    if no_kv and not kinds - _KV:
+    if no_kv and not kinds - BYTE_KINDS:
         raise click.UsageError("nothing is left to compare: --only names KV bytes, --no-kv leaves them out")
     same = {name: asked[name] for name in ("align", "kv_tolerance", "any_model")}
-    kv = not no_kv and bool(kinds & _KV)
+    kv = not no_kv and bool(kinds & BYTE_KINDS)
     return DiffSettings(kinds=kinds, kv=kv, kv_dtype=asked["kv_dtype"] or "", requests=names, **same)
 
 
@@ -187,6 +194,7 @@ def _show(console: Console, result: DiffResult) -> None:
     line = f"aligned by {pairing.by}: {pairing.pairs:,} requests of {pairing.a_requests:,} and {pairing.b_requests:,}"
     line += f"   compared: {compared['tokens']:,} tokens, {compared['sampled']:,} sampled, "
     line += f"KV bytes of {compared['kv']:,}" if "kv" in compared else "no KV bytes"
+    line += "".join(f", {compared[name]:,} {said}" for name, said in _COMPARED.items() if name in compared)
     console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
     for note in result.notes:
         console.print(Text(f"note  {printable(note)}", style="dim"), soft_wrap=not console.is_terminal)
@@ -264,6 +272,6 @@ def _next(result: DiffResult) -> str:
     if first is None:
         return "next   kvcanary-replay judges each trace by itself"
     trace = printable(shlex.quote(result.b))
-    if first.kind in ("kv", "sampled") and "kv" in result.counts:
+    if first.kind in ("kv", "layer", "state", "sampled") and "kv" in result.counts:
         return f"next   --kv-tolerance or --no-kv looks past rounding;   kvcanary-replay {trace}"
     return f"next   kvcanary-replay {trace}"

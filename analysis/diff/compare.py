@@ -15,8 +15,9 @@ from ...replayer.run.streams import SegmentStream
 from ..errors import AnalysisError
 from ..store.connection import connect, private_folder, quoted
 from .comparability import ComparisonPlan, plan_comparison
-from .differences import find_differences
+from .differences import Kept, find_differences
 from .facts import FACTS, Sinks, Statements, number
+from .observed_differences import find_observed
 from .pairing import find_endings, find_timing, pair_requests
 from .result import MAX_LISTED, Difference, DiffResult, Wording
 from .settings import KINDS, DiffSettings, NotComparableError
@@ -79,7 +80,7 @@ def _walk(
 ) -> TraceTotals:
     size = sum(file.stat().st_size for file in files)
     with closing(Sinks(folder, "ab"[side])) as sinks:
-        walk = TraceWalk(header, plan.groups[side], sinks, kv=plan.kv, hand_over=plan.hand_over)
+        walk = TraceWalk(header, plan, side, sinks)
         walk.walk(files, lambda done: on_progress("AB"[side], done, size))
     return walk.summary
 
@@ -106,11 +107,12 @@ def _join(
     pairing = pair_requests(
         connection, settings, hand_over=plan.hand_over, whole=all(whole), hashed=headers[0].tokens == "hashed"
     )
-    compared = find_differences(connection, plan, settings, whole=whole)
+    kept, notes = Kept(connection), list(plan.notes)
+    compared = find_differences(connection, plan, settings, kept, whole=whole)
+    find_observed(connection, plan, kept, totals, compared, notes, whole=all(whole))
     late = (totals[0].late_samples, totals[1].late_samples)
     unfinished = find_endings(connection, whole=whole, late=late, hand_over=plan.hand_over)
     timing = find_timing(connection, totals[0].modes, totals[1].modes, hand_over=plan.hand_over)
-    notes = list(plan.notes)
     if pairing.absent:
         notes.append(f"--requests: neither trace has a request {', '.join(pairing.absent)}")
     if unfinished:

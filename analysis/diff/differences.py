@@ -5,7 +5,7 @@ are ordered; `AT_THE_END` where it shows only when a request, or the trace, is o
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,22 +14,35 @@ from .comparability import ComparisonPlan, beyond
 from .facts import Statements, number
 from .settings import DiffSettings
 
+SIDES: Final = ("a", "b")
 AT_THE_END: Final = 1 << 62
 
 
+class Kept:
+    """Which tokens of a trace came to be: the condition by which facts of guesses are left out that were rejected."""
+
+    def __init__(self, connection: Any) -> None:
+        sql = Statements(connection, "differences")
+        self._text: dict[str, str] = {}
+        for side in SIDES:
+            if number(connection, f"select count(*) from {side}_tokens where guess = 1"):
+                sql.run("kept_guesses", s=side)
+                self._text[side] = sql.text("with_kept", s=side, drafts="{drafts}")
+
+    def tokens(self, side: str, *, drafts: bool) -> str:
+        """Return what is to follow a table `t` of facts with request_id, position, event and guess; `drafts`: those as well."""
+        plain = "" if drafts else "where guess in (0, 3)"
+        return self._text[side].format(drafts=" or guess = 2" if drafts else "") if side in self._text else plain
+
+
 def find_differences(
-    connection: Any, plan: ComparisonPlan, settings: DiffSettings, *, whole: tuple[bool, bool]
+    connection: Any, plan: ComparisonPlan, settings: DiffSettings, kept: Kept, *, whole: tuple[bool, bool]
 ) -> dict[str, int]:
     """Fill `firsts` and return how much was compared; `whole`: of each trace, whether nothing is missing."""
     sql = Statements(connection, "differences")
     sql.run("firsts")
-    kept: dict[str, str] = {}
-    for side in ("a", "b"):
-        kept[side] = ""
-        if number(connection, f"select count(*) from {side}_tokens where guess = 1"):
-            sql.run("kept_guesses", s=side)
-            kept[side] = sql.text("with_kept", s=side, drafts="{drafts}")
-        sql.run("facts", s=side, kept=kept[side].format(drafts=" or guess = 2"))
+    for side in SIDES:
+        sql.run("facts", s=side, kept=kept.tokens(side, drafts=True))
     compared = {"tokens": sql.count("compared")}
     sql.run("places")
     listed = "array_to_string({}, ' or ')"
@@ -45,32 +58,62 @@ def find_differences(
     compared["sampled"] = sql.count("common_samples")
     sql.run("prompts")
     if plan.kv:
-        compared["kv"] = _compare_kv(connection, sql, kept, plan, settings.kv_tolerance, whole)
-        _compare_changes(sql, everything=not settings.requests)
+        compared["kv"] = _compare_bytes(connection, sql, LEADING, kept, plan, settings.kv_tolerance, whole)
+        for change in _changes():
+            sql.run("changed", **change, whole=not settings.requests)  # of nobody's slots, too, if all are asked for
+    if plan.kv and not plan.hand_over and any(sample.kv for sample in plan.samples):
+        compared["layers"] = _compare_bytes(connection, sql, SAMPLED, kept, plan, settings.kv_tolerance, whole)
+        for change, others_whole in zip(_changes(), whole[::-1], strict=True):
+            if others_whole:  # else the same change may be lost
+                sql.run("layer_changed", **change)
     sql.run("context")
     connection.execute("update firsts set kind = 'table' where kind = 'context'")
     return compared
 
 
-def _compare_kv(
+class ByteFacts(NamedTuple):
+    """KV bytes of tokens as the walk records them: the table of facts, the columns beside the request, and the kind of difference
+    that they are; `where` is SQL that says which bytes of a token `r` differ.
+    """
+
+    facts: str
+    key: tuple[str, ...]
+    kind: str
+    where: str
+
+
+LEADING: Final = ByteFacts("kv", ("pool_group", "position"), "kv", "''")
+SAMPLED: Final = ByteFacts(
+    "layers",
+    ("pool_group", "position", "half", "layer", "piece"),
+    "layer",
+    "r.half || ' of layer ' || r.layer || ', bytes ' || r.piece * 16 || ' to ' || r.piece * 16 + 15 || ': '",
+)
+
+
+def _compare_bytes(
     connection: Any,
     sql: Statements,
-    kept: dict[str, str],
+    of: ByteFacts,
+    kept: Kept,
     plan: ComparisonPlan,
     tolerance: float | None,
     whole: tuple[bool, bool],
 ) -> int:
-    for side in ("a", "b"):
-        settled = kept[side].format(drafts="") or "where guess in (0, 3)"
+    names = {"facts": of.facts, "key": ", ".join(of.key)}
+    for side in SIDES:
         # What is sent is what was written last; otherwise the first time a token is computed counts.
         which = "max" if plan.hand_over else "min"
-        sql.run("kv", s=side, kept="where guess = 3" if plan.hand_over else settled, which=which)
-    differing = sql.text("kv_pairs")
+        tokens = "where guess = 3" if plan.hand_over else kept.tokens(side, drafts=False)
+        sql.run("bytes", s=side, kept=tokens, which=which, **names)
+    differing = sql.text("byte_pairs", **names)
     for s, o, is_whole in (("a", "b", whole[0]), ("b", "a", whole[1])):
-        differing += "" if is_whole or plan.hand_over else "\n" + sql.text("not_again", s=s, o=o)
+        same = " and ".join(f"t.{column} = {s}.{column}" for column in of.key)
+        differing += "" if is_whole or plan.hand_over else "\n" + sql.text("not_again", s=s, o=o, same=same, **names)
+    found = {"kind": of.kind, "where": of.where, "differing": f"differing_{of.facts}"}
     if tolerance is None:
-        connection.execute(f"create temp view differing as {differing}")
-        sql.run("first_kv", differing="differing")
+        connection.execute(f"create temp view {found['differing']} as {differing}")
+        sql.run("first_bytes", **found)
     else:
         schema: pa.Schema | None = None
         first: dict[int, dict[str, Any]] = {}
@@ -81,17 +124,17 @@ def _compare_kv(
                 if known is None or (row["b_event"], row["position"]) < (known["b_event"], known["position"]):
                     first[row["pair"]] = row
         if first and schema is not None:
-            connection.register("differing", pa.Table.from_pylist(list(first.values()), schema=schema))
-            sql.run("first_kv", differing="differing")
-    return number(connection, "select count(*) from a_bytes semi join b_bytes using (pair, pool_group, position)")
+            connection.register(found["differing"], pa.Table.from_pylist(list(first.values()), schema=schema))
+            sql.run("first_bytes", **found)
+    return sql.count("bytes_compared", **names)
 
 
-def _compare_changes(sql: Statements, *, everything: bool) -> None:
-    """Compare changes without a write; with `everything` those to a slot of nobody's count, too."""
+def _changes() -> Iterator[dict[str, object]]:
+    """Yield, for changes without a write in A and then in B alone, the values of a statement that finds the first."""
     here, nowhere, text = "r.event, r.forward", "-1, -1", "'slot ' || r.slot || ' changed'"
-    end, none = str(AT_THE_END - 1), "'no change'"
-    sql.run("changed", s="a", o="b", at=end, a_place=here, b_place=nowhere, a=text, b=none, whole=everything)
-    sql.run("changed", s="b", o="a", at="r.event", a_place=nowhere, b_place=here, a=none, b=text, whole=everything)
+    none = "'no change'"
+    yield {"s": "a", "o": "b", "at": AT_THE_END - 1, "a_place": here, "b_place": nowhere, "a": text, "b": none}
+    yield {"s": "b", "o": "a", "at": "r.event", "a_place": nowhere, "b_place": here, "a": none, "b": text}
 
 
 def _beyond(batch: pa.RecordBatch, dtype: str, tolerance: float) -> Iterator[dict[str, Any]]:

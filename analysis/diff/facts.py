@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...kernels.arrays import Int64Array
 from ..store.library import sql_sections, table_schema
 
 FACTS: Final[dict[str, pa.Schema]] = {
@@ -16,10 +17,11 @@ FACTS: Final[dict[str, pa.Schema]] = {
     "requests": table_schema("request_id bigint, name varchar, room bigint, prompt_len bigint, event bigint"),
     "prompts": table_schema("request_id bigint, prompt_hash bigint, event bigint"),
     "statuses": table_schema("request_id bigint, event bigint, status varchar, losses bigint"),
-    # a request's part of a forward; `losses`: how often something was lost before it
+    # a request's part of a forward; `losses`: how often something was lost before it; `windows` 1: all its sliding groups were
+    # seen to read; `written`: tokens that the runner's forwards before it wrote
     "batches": table_schema(
         "request_id bigint, runner tinyint, event bigint, forward bigint, mode varchar, prefix integer, extend integer, "
-        "losses bigint"
+        "losses bigint, windows tinyint, written bigint"
     ),
     # a token written; `guess` 0: settled, 1: a target's that may be rejected, 2: a draft's, 3: sent to or received
     # from another engine; `round`: where a draft's guessing began, else -1 (-2: lost);
@@ -42,10 +44,44 @@ FACTS: Final[dict[str, pa.Schema]] = {
     "changes": table_schema(
         "request_id bigint, pool_group tinyint, position integer, slot bigint, event bigint, forward bigint, content bigint"
     ),
+    # what the KV of a request's position, and of those behind it, was computed with; `known` 0: nobody knows
+    "identities": table_schema("request_id bigint, position integer, kind tinyint, known tinyint, hash bigint"),
+    # a request's forward, whose first token is at `position`, read `count` positions from `start` on, not its window's
+    "windows": table_schema(
+        "request_id bigint, runner tinyint, pool_group tinyint, position integer, event bigint, start bigint, count bigint"
+    ),
+    # the hash of a state, `position` the last of its tokens; `wrote` 0: a forward went on from it, 1: a forward left it
+    "states": table_schema(
+        "request_id bigint, pool tinyint, position integer, event bigint, forward bigint, wrote tinyint, hash bigint"
+    ),
+    # values that no model writes, in a request's part of a forward: the first of its kind, in the lowest layer
+    "values": table_schema(
+        "request_id bigint, runner tinyint, pool_group tinyint, position integer, event bigint, forward bigint, "
+        "guess tinyint, half varchar, kind tinyint, layer integer, rows bigint, prefix integer, extend integer, "
+        "written bigint"
+    ),
+    # bytes that a slot shows of one layer, another one in each slot; those that changed without a write
+    "layers": table_schema(
+        "request_id bigint, pool_group tinyint, position integer, event bigint, forward bigint, guess tinyint, "
+        "half varchar, layer integer, piece integer, bytes blob"
+    ),
+    "layer_changes": table_schema(
+        "request_id bigint, pool_group tinyint, position integer, slot bigint, event bigint, forward bigint, "
+        "half varchar, layer integer, piece integer"
+    ),
 }
 
 ROWS_AT_ONCE: Final = 65_536
 SETTLED, GUESS, DRAFT, MOVED = 0, 1, 2, 3
+
+
+class WrittenTokens(NamedTuple):
+    """The tokens of a forward that are followed, `[T]` each: their place in it, request, position, how sure they are."""
+
+    chosen: Int64Array
+    ids: Int64Array
+    position: Int64Array
+    guess: Int64Array
 
 
 class Sinks:

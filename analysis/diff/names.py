@@ -70,8 +70,8 @@ class SlotNames:
     def __init__(self, num_slots: int, host_slots: int, rows: int, width: int) -> None:
         self.tiers = [np.zeros(max(1, size), np.uint64) for size in (num_slots, host_slots)]
         self.names = self.tiers[0]
-        # request and position of whoever wrote a slot last, -1 nobody
-        self.writers = [np.full((max(1, size), 2), -1, np.int64) for size in (num_slots, host_slots)]
+        # request and position of whoever wrote a slot last, -1 nobody; and the number of the identity that it had, -1 unknown
+        self.writers = [np.full((max(1, size), 3), -1, np.int64) for size in (num_slots, host_slots)]
         self.own = np.zeros((rows, width), np.uint64)
         self.own_len = np.zeros(rows, np.int64)
         self.own_request = np.full(rows, -1, np.int64)
@@ -144,13 +144,15 @@ class SlotNames:
         reads = _between(weighted, start, token_at)
         return Reading(names, reads, misreads, unsure, wrong, wrong_slot)
 
-    def write(self, slots: Int64Array, names: Names, ids: Int64Array, positions: Int64Array) -> None:
-        """Take what was written; slots that the pool does not have, and slot 0, are passed over."""
+    def write(
+        self, slots: Int64Array, names: Names, ids: Int64Array, positions: Int64Array, identities: Int64Array
+    ) -> None:
+        """Take what was written, `[n]` each; slots that the pool does not have, and slot 0, are passed over."""
         inside = (slots > 0) & (slots < len(self.names))
         self.names[slots[inside]] = names[inside]
         nobody = names[inside] == LOST
-        self.writers[0][slots[inside], 0] = np.where(nobody, -1, ids[inside])
-        self.writers[0][slots[inside], 1] = np.where(nobody, -1, positions[inside])
+        for column, values in enumerate((ids, positions, identities)):
+            self.writers[0][slots[inside], column] = np.where(nobody, -1, values[inside])
 
     def spoil(self, slots: Int64Array, name: np.uint64) -> None:
         """Give slots a name that says what became of them, with no writer."""
@@ -164,6 +166,7 @@ class SlotNames:
         self.names[slots[inside]] = UNKNOWN
         self.writers[0][slots[inside], 0] = request_id
         self.writers[0][slots[inside], 1] = start + inside
+        self.writers[0][slots[inside], 2] = -1
 
     def copy(self, src_tier: int, src: Int64Array, dst_tier: int, dst: Int64Array) -> None:
         """Copy whole slots between or within pool (tier 0) and host (tier 1)."""

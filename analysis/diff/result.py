@@ -62,7 +62,7 @@ class DiffResult:
     @property
     def hint(self) -> str:
         """Where to look if what was computed differs first, and not what it was computed from; "" if it does not."""
-        return EQUAL_UP_TO_HERE if self.first is not None and self.first.kind in ("kv", "sampled") else ""
+        return EQUAL_UP_TO_HERE if self.first is not None and self.first.kind in ("kv", "layer", "sampled") else ""
 
     @property
     def doubts(self) -> list[str]:
@@ -144,12 +144,22 @@ class Wording:
             return self._table(row, where)
         if kind == "kv":
             return self._kv(row, a, b)
+        if kind in ("window", "values", "layer"):
+            where += f" in pool {self._headers[1].groups[self._plan.groups[1][row['pool_group']].index].name}"
+        if kind == "state":
+            where = f"position {position} in {self._headers[1].states[self._plan.states[1][row['pool_group']]].name}"
         nobody = not row["a_label"] or position < 0
         subject = "KV bytes of a slot of no request of both traces" if nobody else f"KV bytes of {where}"
         fed = f"at {where} the model was fed token {a} in A, {b} in B"
         words = {
             "missing": f"only in {'A' if a else 'B'}",
             "input": "the prompts differ" if position < 0 else fed,
+            "identity": f"the KV of {where} was computed with {a} in A, {b} in B",
+            "window": f"computing {where}: A reads {a}, B {b}",
+            "state": f"the recurrent state behind {where} differs: A {a}, B {b}",
+            "values": f"computing {where}: {a} in A, {b} in B",
+            "layer": f"KV bytes of {where} differ: {a} in A, {b} in B",
+            "layer_changed": f"{subject} changed in a later layer after they were written: {a} in A, {b} in B",
             "position": f"the token of {where} was fed at position {a} in A, {b} in B",
             "sampled": f"for {where} token {a} was sampled in A, {b} in B",
             "kv_changed": f"{subject} changed after they were written: {a} in A, {b} in B",

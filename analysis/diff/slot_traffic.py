@@ -8,12 +8,13 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray, Int64Array
 from ...recorder.state.events import CopyEvent, TransferEvent, read_known_event, read_lost_slots
 from ...recorder.state.writes import KvChanges
-from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.header import KvStream, TraceHeader
 from ...recorder.trace.reader import EventView
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SEND
 from .comparability import ComparedGroup
 from .facts import MOVED, Sinks
 from .names import LOST, SlotNames
+from .observed import shown
 
 
 class SlotTraffic:
@@ -56,12 +57,21 @@ class SlotTraffic:
             numbers = [s for s in group.streams if streams[s][0] == group.index]
             if self._header.groups[group.index].runner != runner:
                 continue
-            slots = np.unique(slot[np.isin(stream, numbers)])
+            slots, names = np.unique(slot[np.isin(stream, numbers)]), self._names[k]
+            for sample in group.samples:
+                if sample.kv:  # a slot whose leading bytes changed is said by these
+                    mine = np.setdiff1d(slot[stream == sample.place], slots)
+                    self._layer_changes(k, streams[sample.place][1], mine, view)
             if len(slots):
-                names = self._names[k]
                 writer = names.writers[0][slots]
                 where = (writer[:, 0], k, writer[:, 1], slots, view.number, int(view.scalar("forward")))
                 self._sinks.add("changes", *where, names.names[slots])
+
+    def _layer_changes(self, k: int, stream: KvStream, slots: Int64Array, view: EventView) -> None:
+        """Record slots whose bytes changed in the layer that a sampling stream shows of them."""
+        writer, (layers, pieces) = self._names[k].writers[0][slots], shown(stream, slots)
+        where = (writer[:, 0], k, writer[:, 1], slots, view.number, int(view.scalar("forward")))
+        self._sinks.add("layer_changes", *where, stream.half, layers, pieces)
 
     def sweep(self, view: EventView) -> None:
         """Record the changes that a sweep, or a sender, saw."""

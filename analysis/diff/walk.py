@@ -1,10 +1,10 @@
 """One walk over one trace, which records facts that do not depend on slots, chunks or batches."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,11 @@ from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceGap
 from ...recorder.trace.schema import PHASE_AFTER, PHASE_BEFORE, SLOTS_LISTED
 from ...replayer.run.streams import SegmentStream
-from .comparability import ComparedGroup
-from .facts import DRAFT, GUESS, SETTLED, Sinks
+from .comparability import ComparisonPlan
+from .facts import DRAFT, GUESS, SETTLED, Sinks, WrittenTokens
+from .identities import UNKNOWN_IDENTITY, Identities
 from .names import NEVER, PADDED, UNKNOWN, Reading, SlotNames, through, token_words
+from .observed import Observed
 from .slot_traffic import SlotTraffic
 
 PENDING_FORWARDS: Final = 1024  # forwards whose sampled tokens may still come
@@ -42,6 +44,7 @@ class TraceTotals:
     complete: bool = False
     late_samples: bool = False
     assumed: int = 0
+    windows_seen: bool = False
     doubts: list[str] = field(default_factory=list)
     first_ns: int = 0
     last_ns: int = 0
@@ -52,32 +55,23 @@ class TraceTotals:
         return {**counts, "assumed_slots": self.assumed, "seconds": (self.last_ns - self.first_ns) / 1e9}
 
 
-class _Tokens(NamedTuple):
-    """The tokens of a forward that are followed, `[T]` each: their place in it, request, position, how sure they are."""
-
-    chosen: Int64Array
-    ids: Int64Array
-    position: Int64Array
-    guess: Int64Array
-
-
 class TraceWalk:
-    """Walks one trace. Memory: the tables, some 25 bytes a slot, a batch of events, a line a request not ended."""
+    """Walks one trace. Memory: the tables, some 33 bytes a slot, a batch of events, a line a request not ended."""
 
-    def __init__(
-        self, header: TraceHeader, groups: Iterable[ComparedGroup], sinks: Sinks, *, kv: bool, hand_over: bool
-    ) -> None:
+    def __init__(self, header: TraceHeader, plan: ComparisonPlan, side: int, sinks: Sinks) -> None:
         self.summary = TraceTotals()
         self._header = header
-        self._groups = tuple(groups)
+        self._groups = plan.groups[side]
         self._sinks = sinks
-        self._kv = kv
+        self._kv = plan.kv
         self._tables = StateTables(header, backend="cpu")
         pools = [header.groups[group.index] for group in self._groups]
         tables = [header.tables[pool.table] for pool in pools]
         sizes = [(p.num_slots, p.host_num_slots, t.rows, t.width) for p, t in zip(pools, tables, strict=True)]
         self._names = [SlotNames(*size) for size in sizes]
-        self._traffic = SlotTraffic(header, self._groups, self._names, sinks, kv=kv, sends=hand_over)
+        self._traffic = SlotTraffic(header, self._groups, self._names, sinks, kv=plan.kv, sends=plan.hand_over)
+        self._observed = Observed(header, self._groups, plan.states[side], sinks)
+        self._identities = Identities(sinks, self._names, others=plan.same_engine)
         self._on = {
             "request": self._request,
             "status": self._status,
@@ -89,6 +83,7 @@ class TraceWalk:
         }
         self._continues = False  # the last event says that a segment follows
         self._losses = 0
+        self._written = [0] * len(header.runners)  # tokens, by runner
         self._forgot = False  # truth tokens below 0 are those that a loss took away
         # Tokens of the prompt, of requests that have not ended; -2 once it is recorded.
         self._prompts: dict[int, int] = {}
@@ -135,6 +130,7 @@ class TraceWalk:
     def _forget(self) -> None:
         self._forgot = True
         self._tables.forget()
+        self._identities.forget()
         self._settled.clear()
         for names in self._names:
             names.forget()
@@ -150,15 +146,20 @@ class TraceWalk:
         summary.forwards += 1
         summary.modes[forward.mode] = summary.modes.get(forward.mode, 0) + 1
         extend = np.where(forward.req_pool_indices == 0, 0, np.maximum(forward.extend_lens, 0))
-        summary.tokens += int(extend.sum())
+        self._observed.forward(forward, extend, self._written[forward.runner])
         if any(self._header.groups[group.index].runner == forward.runner for group in self._groups):
-            self._follow(forward, extend)
+            sliding = sum(g.runner == forward.runner and g.window > 0 for g in self._header.groups)
+            windows_seen = 0 < sliding <= int(view.scalar("window_watched"))
+            summary.windows_seen |= windows_seen
+            self._follow(forward, extend, windows_seen=windows_seen)
+        summary.tokens += int(extend.sum())
+        self._written[forward.runner] += int(extend.sum())
         self._traffic.changes(changes, view, PHASE_AFTER, forward.runner)
         self._tables.apply_forward(forward)
         if forward.runner == 0:
             self._samples_of(forward, extend)
 
-    def _follow(self, forward: Forward, extend: Int64Array) -> None:
+    def _follow(self, forward: Forward, extend: Int64Array, *, windows_seen: bool) -> None:
         height = min(table.shape[0] for table in self._tables.req_to_token)
         width = min(table.shape[1] for table in self._tables.req_to_token)
         rows, ids = forward.req_pool_indices, forward.request_ids
@@ -180,7 +181,9 @@ class TraceWalk:
         guess = np.full(len(chosen), DRAFT if drafting else SETTLED, np.int64)
         if forward.mode == "target_verify":
             guess[position > prefix[request]] = GUESS
-        tokens_of = _Tokens(chosen=chosen, ids=ids[request], position=position, guess=guess)
+        numbers = self._identities.of(forward)[who]
+        self._follow_identities(forward, rows, ids, prefix, extend, numbers)
+        tokens_of = WrittenTokens(chosen=chosen, ids=ids[request], position=position, guess=guess)
         reads, misreads = np.zeros((2, len(chosen)), np.uint64)
         unsure = np.zeros(len(chosen), np.bool_)
         for k, group in enumerate(self._groups):
@@ -207,17 +210,47 @@ class TraceWalk:
             reads = reads * factor + reading.reads
             misreads = misreads * factor + reading.misreads
             unsure |= reading.unsure
-            names.write(written[chosen], reading.names, ids[request], position)
+            names.write(written[chosen], reading.names, ids[request], position, numbers[request])
             names.spoil(written[real:], PADDED)
             self._note_misreads(forward, group.index, names, ids, reading)
             names.wrote(rows, prefix, extend, reading.names)
             if self._kv and group.streams:
                 self._written_bytes(k, forward, written, tokens_of)
+            self._observed.wrote(k, forward, written, tokens_of)
         event, number = forward.event, forward.forward
         where = (ids[request], forward.runner, position, event, number, guess)
         rounds = upto[request] if drafting else np.full(len(chosen), NO_ROUND, np.int64)
         self._sinks.add("tokens", *where, rounds, tokens, fed, reads, misreads, unsure)
-        self._sinks.add("batches", ids, forward.runner, event, number, forward.mode, prefix, extend, self._losses)
+        seen = self._losses, int(windows_seen), self._written[forward.runner]
+        self._sinks.add("batches", ids, forward.runner, event, number, forward.mode, prefix, extend, *seen)
+
+    def _follow_identities(
+        self,
+        forward: Forward,
+        rows: Int64Array,
+        ids: Int64Array,
+        prefix: Int64Array,
+        extend: Int64Array,
+        numbers: Int64Array,
+    ) -> None:
+        """Follow what positions of the target are computed with; those that were there before, by the slots that lead there."""
+        places = [k for k, group in enumerate(self._groups) if self._header.groups[group.index].runner == 0]
+        if forward.runner or not places:
+            return
+        k = min(places, key=lambda place: self._groups[place].window > 0)  # a full group, where there is one
+        pool = self._header.groups[self._groups[k].index]
+        table, lut = self._tables.req_to_token[pool.table], self._tables.luts[pool.lut] if pool.lut >= 0 else None
+        writers = self._names[k].writers[0]
+
+        def cached(r: int, start: int, stop: int) -> Int64Array:
+            slots = through(lut, table[rows[r], start:stop].astype(np.int64), 0)
+            inside = (slots > 0) & (slots < len(writers))
+            if pool.window:
+                inside &= np.arange(start, stop) >= prefix[r] - pool.window
+            return np.where(inside, writers[np.where(inside, slots, 0), 2], UNKNOWN_IDENTITY)
+
+        ends = prefix + (1 if forward.mode == "target_verify" else extend)
+        self._identities.follow(ids, prefix, ends, numbers, cached)
 
     def _rounds(
         self, forward: Forward, rows: Int64Array, prefix: Int64Array, extend: Int64Array, drafting: bool
@@ -289,12 +322,12 @@ class TraceWalk:
         for r in np.flatnonzero(reading.wrong >= 0).tolist():
             slot = int(reading.wrong_slot[r])
             inside = 0 <= slot < len(names.names)
-            writer, at = names.writers[0][slot].tolist() if inside else (-1, -1)
+            writer, at = names.writers[0][slot, :2].tolist() if inside else (-1, -1)
             state = "outside of the pool" if not inside else _STATES.get(int(names.names[slot]), "")
             where = ([int(ids[r])], forward.runner, forward.event, group, int(reading.wrong[r]), slot)
             self._sinks.add("misreads", *where, writer, at, state)
 
-    def _written_bytes(self, k: int, forward: Forward, written: Int64Array, tokens: _Tokens) -> None:
+    def _written_bytes(self, k: int, forward: Forward, written: Int64Array, tokens: WrittenTokens) -> None:
         group, stored = self._groups[k], written[tokens.chosen] > 0
         which = tokens.chosen[stored]
         parts = [forward.kv_bytes[s][which, :w] for s, w in zip(group.streams, group.capture_bytes, strict=True)]
@@ -336,6 +369,7 @@ class TraceWalk:
     def _request(self, view: EventView) -> None:
         request_id, length = int(view.scalar("request_id")), int(view.scalar("prompt_len"))
         self._prompts.setdefault(request_id, length)
+        self._identities.request(view)
         name, room = str(view.scalar("name")), int(view.scalar("room"))
         self._sinks.add("requests", [request_id], [name], room, length, view.number)
 
@@ -343,12 +377,14 @@ class TraceWalk:
         request_id, status = int(view.scalar("request_id")), str(view.scalar("status"))
         self._sinks.add("statuses", [request_id], view.number, status, self._losses)
         if status in ("finished", "aborted"):
+            self._identities.ended(request_id)
             self._prompts.pop(request_id, None)
 
     def _loss(self, view: EventView) -> None:
         lost = int(view.scalar("lost_events"))
         self._losses += 1
         self._settled.clear()  # what came after may have been settled, too
+        self._identities.forget()
         self.summary.doubts.append(str(view.scalar("note")) or f"{lost} events lost while recording")
         if view.scalar("status") == SLOTS_LISTED:
             self._traffic.lost(view)

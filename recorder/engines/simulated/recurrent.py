@@ -4,6 +4,8 @@ A request that hits the cache can only go on from a node that has a checkpoint, 
 state is the sum of a word for each token and position that went into it.
 """
 
+from typing import Final
+
 import numpy as np
 
 from ....kernels.arrays import Int64Array
@@ -12,6 +14,8 @@ from ...capture.recurrent import StateAccess
 from .config import EngineConfig
 from .pools import WordArray
 from .radix import Node
+
+_FACTORS: Final = np.array([1, 0x9E3779B97F4A7C15], np.uint64)  # of a slot's words, which all sum up the same
 
 
 class RecurrentStates:
@@ -60,4 +64,4 @@ class RecurrentStates:
         for read, write, begin, end in of_each.tolist():
             added = words[begin:end].sum(dtype=np.uint64)
             before = self.words[read] if read >= 0 else np.zeros(2, np.uint64)
-            self.words[write] = before + np.array([added, ~added], np.uint64)
+            self.words[write] = before + added * _FACTORS

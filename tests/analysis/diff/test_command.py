@@ -91,7 +91,15 @@ def test_a_torn_trace_is_no_clean_bill(tmp_path):
         (["--no-kv", "--kv-tolerance", "1", GOOD, BAD], "exclude one another"),
         (["--no-kv", "--only", "kv", GOOD, BAD], "nothing is left to compare"),
         (["--kv-tolerance", "nan", GOOD, BAD], "--kv-tolerance is nan, expected a number"),
-        (["--ignore", "missing,input,position,table,sampled,kv,kv_changed,length", GOOD, BAD], "nothing is left"),
+        (
+            [
+                "--ignore",
+                "missing,input,identity,position,table,window,state,values,sampled,kv,layer,kv_changed,layer_changed,length",
+                GOOD,
+                BAD,
+            ],
+            "nothing is left",
+        ),
     ],
 )
 def test_wrong_input_is_said(words, expected):

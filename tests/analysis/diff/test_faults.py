@@ -13,14 +13,6 @@ from kvcanary.replayer.lab.trial import Trial, run_trial
 
 # A leaked page is nobody's: no request reads or writes otherwise. The replay's slot_leaked sees it, a comparison cannot.
 UNSEEN = {"page_leaked"}
-# What a comparison does not look at, and a replay judges: layers behind the first, values, recurrent states, windows, whose cache it is.
-UNSEEN |= {
-    "late_layer_overwritten",
-    "nan_written",
-    "state_restored_for_other_prefix",
-    "window_read_wrong",
-    "adapter_not_in_key",
-}
 # one of each family, and those that show in a way of their own; the others are tried by make fuzz
 ALWAYS = (
     "kv_unused_cache",
@@ -28,6 +20,11 @@ ALWAYS = (
     "attention_prefix_lost",
     "draft_position_plus_one",
     "transfer_wrong_stride",
+    "late_layer_overwritten",
+    "nan_written",
+    "state_restored_for_other_prefix",
+    "window_read_wrong",
+    "adapter_not_in_key",
 )
 SHOWS = {
     "kv_used": "kv_changed",
@@ -37,6 +34,11 @@ SHOWS = {
     "draft_position_plus_one": "position",
     "next_token_swap": "sampled",
     "attention_prefix_lost": "kv",
+    "late_layer_overwritten": "layer_changed",
+    "nan_written": "values",
+    "state_restored_for_other_prefix": "state",
+    "window_read_wrong": "window",
+    "adapter_not_in_key": "identity",
 }
 NAMES = [name for name, fault in FAULTS.items() if not fault.benign and name not in UNSEEN]
 
@@ -73,7 +75,7 @@ def test_the_first_divergence_is_there_before_the_first_harm(name, quiet, tmp_pa
         found = result.first
         if found is not None:
             # what was computed differs, and not what it was computed from
-            assert result.hint == (EQUAL_UP_TO_HERE if found.kind in ("kv", "sampled") else "")
+            assert result.hint == (EQUAL_UP_TO_HERE if found.kind in ("kv", "layer", "sampled") else "")
             assert found.words
             first.append((ticks[found.b_forward], found.kind))
     assert first, "no difference"

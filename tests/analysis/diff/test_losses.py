@@ -9,6 +9,7 @@ from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 from ...support.places import DATA
 
+CONFIGS = ("mha", "eagle", "eagle_swa", "adapters", "recurrent", "layers", "told_reads")
 FLUSH_BYTES = 20_000  # so that a trace has many batches
 
 
@@ -57,7 +58,7 @@ def judged(a, b):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    return {config: record(config, folder / f"{config}.arrow") for config in ("mha", "eagle", "eagle_swa")}
+    return {config: record(config, folder / f"{config}.arrow") for config in CONFIGS}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_events_that_the_recorder_dropped(config, refused, whole, tmp_path):
     assert result.compared["tokens"] > 500
 
 
-@pytest.mark.parametrize("config", ["mha", "eagle", "eagle_swa"])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("at", [0.15, 0.5, 0.8])
 def test_a_damaged_batch(config, at, whole, tmp_path):
     compare = judged if at == 0.5 else diff_traces

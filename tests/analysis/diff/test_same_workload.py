@@ -42,7 +42,7 @@ def test_another_allocation_order_is_no_difference_at_all(config, order, recorde
     assert result.verdict == "same"
     assert result.timing.same
     assert result.pairing.pairs == 24
-    assert min(result.compared.values()) > 300
+    assert min(result.compared[what] for what in ("tokens", "sampled", "kv")) > 300
 
 
 OTHER_SCHEDULES = [

@@ -108,33 +108,35 @@ select pair, 'input', 0, -1, -1, b_event, a_event, -1, b_event, -1, 'one prompt'
 where a_prompt <> b_prompt
     and not exists (from firsts where firsts.pair = pairs.pair and kind = 'input')
 
--- section: kv
-create table {s}_bytes as
+-- section: bytes
+create table {s}_{facts}_bytes as
 with ordered as (
-    select pair, pool_group, position, event, forward, bytes
-    from {s}_kv as t join pairs on pairs.{s}_id = t.request_id
+    select pair, {key}, event, forward, bytes
+    from {s}_{facts} as t join pairs on pairs.{s}_id = t.request_id
     {kept}
 )
-select pair, pool_group, position, arg_{which}(bytes, event) as bytes, {which}(event) as event,
-    arg_{which}(forward, event) as forward
+select pair, {key}, arg_{which}(bytes, event) as bytes, {which}(event) as event, arg_{which}(forward, event) as forward
 from ordered group by all
 
--- section: kv_pairs
-select a.pair, a.pool_group, a.position, a.event as a_event, a.forward as a_forward, b.event as b_event,
-    b.forward as b_forward, a.bytes as a_bytes, b.bytes as b_bytes
-from a_bytes as a join b_bytes as b using (pair, pool_group, position) where a.bytes <> b.bytes
+-- section: byte_pairs
+select pair, {key}, a.event as a_event, a.forward as a_forward, b.event as b_event, b.forward as b_forward,
+    a.bytes as a_bytes, b.bytes as b_bytes
+from a_{facts}_bytes as a join b_{facts}_bytes as b using (pair, {key}) where a.bytes <> b.bytes
 
 -- section: not_again
 -- Of a trace with losses the first write may be lost, and what is left be what the other trace wrote later on.
     and not exists (
-        from {o}_kv as t join pairs on pairs.{o}_id = t.request_id
-        where pairs.pair = {s}.pair and t.pool_group = {s}.pool_group and t.position = {s}.position and t.bytes = {s}.bytes
+        from {o}_{facts} as t join pairs on pairs.{o}_id = t.request_id
+        where pairs.pair = {s}.pair and {same} and t.bytes = {s}.bytes
     )
 
--- section: first_kv
+-- section: bytes_compared
+select count(*) from a_{facts}_bytes semi join b_{facts}_bytes using (pair, {key})
+
+-- section: first_bytes
 insert into firsts
-select pair, 'kv', -1, r.pool_group, r.position, r.b_event, r.a_event, r.a_forward, r.b_event, r.b_forward,
-    hex(r.a_bytes), hex(r.b_bytes)
+select pair, '{kind}', -1, r.pool_group, r.position, r.b_event, r.a_event, r.a_forward, r.b_event, r.b_forward,
+    {where} || hex(r.a_bytes), {where} || hex(r.b_bytes)
 from (select d.pair, arg_min(d, (d.b_event, d.position)) as r from {differing} as d group by d.pair)
 
 -- section: changed
@@ -146,6 +148,22 @@ with odd as (
 select coalesce(pair, -1), 'kv_changed', -1, r.pool_group, r.position, {at}, {a_place}, {b_place}, {a}, {b}
 from (select pair, arg_min(odd, (event, position)) as r from odd group by pair)
 where pair is not null or {whole}
+
+-- section: layer_changed
+-- Bytes of a layer that changed in one trace, where the other's slot shows them, too.
+insert into firsts
+with changed as (
+    select c.*, pairs.pair from {s}_layer_changes as c join pairs on pairs.{s}_id = c.request_id
+),
+others as (
+    select c.*, pairs.pair from {o}_layer_changes as c join pairs on pairs.{o}_id = c.request_id
+),
+odd as (
+    from changed semi join {o}_layers_bytes using (pair, pool_group, position, half, layer, piece)
+    anti join others using (pair, pool_group, position, half, layer, piece)
+)
+select pair, 'layer_changed', -1, r.pool_group, r.position, {at}, {a_place}, {b_place}, {a}, {b}
+from (select odd.pair, arg_min(odd, (odd.event, odd.position)) as r from odd group by odd.pair)
 
 -- section: context
 -- Other content after another token is its consequence; without one, a wrong slot was read from the very first.
