@@ -214,6 +214,8 @@ KEYFRAME_REQUEST: Final = "request"
 KEYFRAME_FORWARD: Final = "forward"
 KEYFRAME_END: Final = "end"
 
+COST: Final = "cost"  # the note of the mark in which a recording says what its hooks took of the engine's time
+
 # `status` of a segment event: the recording goes on in the next file; its `note` is FROZEN if a freeze cut it.
 SEGMENT_CONTINUES: Final = "goes_on"
 FROZEN: Final = "frozen"

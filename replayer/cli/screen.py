@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ...recorder.errors import printable
+from ...recorder.trace.schema import COST
 from ..checks import FINDING_KINDS
 from ..report.summary import Summary, Verdict
 from ..run.coverage import COMPARED, WRITTEN, not_watched, number_runs
@@ -57,7 +58,8 @@ def show(console: Console, summary: Summary) -> None:
         _list(console, title, [_injected(one) for one in summary.injected], len(summary.injected))
     _list(console, "damage", summary.gaps, summary.num_gaps)
     _list(console, "losses", summary.losses, summary.num_losses)
-    _list(console, "notes in the trace", [_mark(mark) for mark in summary.marks], summary.num_marks)
+    said = [_mark(mark) for mark in summary.marks if mark["note"] != COST]
+    _list(console, "notes in the trace", said, summary.num_marks - len(summary.marks) + len(said))
 
 
 def show_next(console: Console, summary: Summary) -> None:

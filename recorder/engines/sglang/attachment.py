@@ -10,6 +10,7 @@ from ...capture.recording import beginning
 from ...errors import error_text
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
+from ...trace.schema import COST
 from ...writing.sampling import sampled_header
 from ..common.attachment import EngineAttachment
 from ..common.hooking import (
@@ -95,7 +96,7 @@ class SglangAttachment(EngineAttachment):
 
     def _mark_cost(self, recording: SglangRecording) -> None:
         try:
-            recording.recorder.mark("cost", {**self.cost.summary(), **recording.cost()})
+            recording.recorder.mark(COST, {**self.cost.summary(), **recording.cost()})
         except Exception:
             logger.exception("kvcanary: what the recording cost is not recorded")
 
@@ -165,6 +166,8 @@ class SglangAttachment(EngineAttachment):
         self._wrap(recording.target.req_to_token_pool, "free", recording.on_row_free)
         for name, hook in (recording.states.hooks() if recording.states is not None else {}).items():
             self._wrap(recording.target.req_to_token_pool.mamba_pool, name, hook, "states")
+        for pool, hook in recording.submitted.hooks() if recording.submitted is not None else ():
+            self._wrap(pool, "set_kv_buffer", hook, "submitted")
         for name, hook in recording.adapters.hooks().items():
             self._wrap(recording.adapters.backend, name, hook, "adapters")
         if recording.follows_slots:

@@ -83,13 +83,15 @@ class RunnerLayout:
 class SglangLayout:
     """The engine's pools as the header names them, with the tensors behind the names.
 
-    `tables[t]` is a `req_to_token` tensor, `luts[n]` a full-to-SWA tensor, `runners` maps `id(model runner)`.
+    `tables[t]` is a `req_to_token` tensor, `luts[n]` a full-to-SWA tensor, `pools[g]` the pool of a group, `runners` maps
+    `id(model runner)`.
     """
 
     def __init__(self, model_runners: list[Any], settings: RecordingSettings) -> None:
         self.tables: list[Any] = []
         self.luts: list[Any] = []
         self.groups: list[PoolGroup] = []
+        self.pools: list[Any] = []
         self.sources: dict[tuple[int, int], KvSource | KvTensor] = {}
         self.runners: dict[int, RunnerLayout] = {}
         self.names: list[Runner] = []
@@ -118,6 +120,7 @@ class SglangLayout:
                 continue
             groups[kind] = number = len(self.groups)
             streams = self._streams(f"{name} {kind}", sub_pool, layers)
+            self.pools.append(sub_pool)
             self.sources |= {(number, s): source for s, (_, source) in enumerate(streams)}
             self.groups.append(
                 PoolGroup(

@@ -28,6 +28,7 @@ from .layers import ModelLayers, attention_input, not_read
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
 from .recurrent import StateHooks, without_states
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
+from .submitted import SubmittedKv
 from .trees import draft_tree, record_filled
 
 logger = logging.getLogger("kvcanary")
@@ -66,15 +67,17 @@ class SglangRecording:
                 NotWatched(what="other", name="drafts", reason=f"{self._tree}; nothing is known of what they fill"),
             )
         entries, reason = [*header.not_watched, *not_watched], "what the model hands to the pool is not read"
-        for index, runner in enumerate(header.runners):
-            if header.streams(index):
-                entries.append(NotWatched(what="submitted", name=runner.name, reason=reason))
         on_device = on_gpu(self.layout.tables[0])
-        if not (inside.watches(self.target) if on_device else layers.watches(id(self.target))):
+        in_layers = not on_device and layers.watches(id(self.target))
+        self.submitted = SubmittedKv(self.layout) if in_layers else None
+        for index, runner in enumerate(header.runners):
+            if header.streams(index) and (self.submitted is None or not self.submitted.watches(index)):
+                entries.append(NotWatched(what="submitted", name=runner.name, reason=reason))
+        if not (inside.watches(self.target) if on_device else in_layers):
             header, unseen = without_states(header, "its layers are not hooked")  # where they are read
             entries += unseen
         if not on_device:
-            entries += not_read(model_runners, self.layout, inside=layers.watches(id(self.target)))
+            entries += not_read(model_runners, self.layout, inside=in_layers)
         header = begins(dataclasses.replace(header, not_watched=tuple(entries)))
         self.requests = SglangRequests(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
@@ -95,6 +98,7 @@ class SglangRecording:
         self.results = StepResults(self.recorder, self.batches)
         self._layers = layers
         self._begun_inside = False
+        self._tokens = 0  # of the forward that runs
         self._left_out = False  # whether the forward that runs is one over a tree of drafts
         self._capture = self.recorder.capture if isinstance(self.recorder, DeviceRecorder) else None
         # Bound once: each step would make it anew otherwise, and leave it to the collector of garbage.
@@ -220,6 +224,9 @@ class SglangRecording:
             given = dataclasses.replace(given, identity=known.identity)
         for history in self.histories:
             self.record_written(history, layout, given)
+        self._tokens = given.input_ids.size
+        if self.submitted is not None:
+            self.submitted.take(0)  # what no forward has taken
         recorder.before_forward(given)
 
     def record_written(self, history: GroupHistory, layout: RunnerLayout, given: Any) -> None:
@@ -251,7 +258,8 @@ class SglangRecording:
 
     def _complete(self, error: BaseException | None) -> None:
         note = "" if error is None else f"the model raised {self.recorder.error_text(error)}"
-        self.recorder.after_forward(note=note, failed=error is not None)
+        said: dict[str, Any] = {} if self.submitted is None else {"submitted": self.submitted.take(self._tokens)}
+        self.recorder.after_forward(note=note, failed=error is not None, **said)
 
     def after_model(self, _: Any, error: BaseException | None) -> None:
         """Complete the forward; its tokens are sampled later."""

@@ -52,6 +52,12 @@ class TokenToKVPoolAllocator:
 class MHATokenToKVPool(SimpleNamespace):
     """`k_buffer`, `v_buffer`: a tensor a layer, `[size + page_size, heads, dim]`."""
 
+    dtype = store_dtype = torch.float32
+
+    def set_kv_buffer(self, layer: Any, loc: Any, cache_k: Any, cache_v: Any) -> None:
+        self.k_buffer[layer.layer_id][loc] = cache_k
+        self.v_buffer[layer.layer_id][loc] = cache_v
+
 
 class MLATokenToKVPool(SimpleNamespace):
     """`kv_buffer`: a tensor a layer."""
@@ -114,8 +120,9 @@ class ModelRunner:
         if self.count == self.fail_at:
             raise RuntimeError("the model failed")
         pool = self.token_to_kv_pool
-        pool.k_buffer[0][batch.out_cache_loc] = torch.sin(batch.input_ids.float())[:, None, None].expand(-1, HEADS, DIM)
-        pool.v_buffer[0][batch.out_cache_loc] = torch.cos(batch.positions.float())[:, None, None].expand(-1, HEADS, DIM)
+        k = torch.sin(batch.input_ids.float())[:, None, None].expand(-1, HEADS, DIM)
+        v = torch.cos(batch.positions.float())[:, None, None].expand(-1, HEADS, DIM)
+        pool.set_kv_buffer(SimpleNamespace(layer_id=0), batch.out_cache_loc, k, v)
         return torch.tensor([int(ids) * 7 % 97 for ids in batch.input_ids[batch.ends - 1]])
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang.layers import ROW_READERS, backend_of
 from kvcanary.recorder.process.settings import RecordingSettings
@@ -13,7 +14,7 @@ from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
-from .fake_engine import ModelRunner, hooked, serve
+from .fake_engine import MHATokenToKVPool, ModelRunner, hooked, serve
 
 Backend = type(ROW_READERS[0], (), {})
 
@@ -89,8 +90,36 @@ def test_a_healthy_engine_is_clean_and_its_attention_is_watched(
     assert {event.scalar("attention_watched") for event in forwards} == {ATTENTION_LENS | ATTENTION_SLOTS}
     assert {event.scalar("note") for event in forwards} == {""}
     with TraceReader(trace) as reader:
-        assert [(entry.what, entry.name) for entry in reader.header.not_watched] == [("submitted", "target")]
+        assert not reader.header.not_watched
+    assert {event.scalar("submitted_watched") for event in forwards} == {2}
     assert _judged(trace).verdict.value == "clean"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_pool_stores_otherwise_than_it_is_given_is_found(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: bool
+) -> None:
+    store = MHATokenToKVPool.set_kv_buffer
+
+    def stores(pool: Any, layer: Any, loc: Any, cache_k: Any, cache_v: Any) -> None:
+        if layers.count != 8:
+            store(pool, layer, loc, cache_k, cache_v)
+        elif not lost:
+            store(pool, layer, loc, cache_k + pool.k_buffer[0][loc] + 1.0, cache_v)
+
+    monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", stores)
+    summary = _judged(layers.serve(monkeypatch, tmp_path))
+    assert summary.findings_by_kind.get("write_damaged")
+    assert summary.first_finding["forward"] == 7
+
+
+def test_pools_that_store_otherwise_are_not_watched(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(MHATokenToKVPool, "store_dtype", torch.uint8)
+    trace = layers.serve(monkeypatch, tmp_path)
+    with TraceReader(trace) as reader:
+        assert [(entry.what, entry.name) for entry in reader.header.not_watched] == [("submitted", "target")]
 
 
 def test_what_the_model_was_called_with_is_what_is_judged(
@@ -172,7 +201,7 @@ def test_an_unknown_backend_is_named_and_not_read(
     trace = layers.serve(monkeypatch, tmp_path)
     assert {e.scalar("attention_watched") for e in read_trace(trace) if e.kind == "forward"} == {0}
     with TraceReader(trace) as reader:
-        assert [entry.name for entry in reader.header.not_watched] == ["target", "target: FancyBackend"]
+        assert [entry.name for entry in reader.header.not_watched] == ["target: FancyBackend"]
     assert _judged(trace).verdict.value == "clean"
 
 
