@@ -150,4 +150,11 @@ ROUND_NOTES = (
             "not asked about that slot, so it is one of three kinds now. A prefix of slots that nobody has written had no name."
         ),
     ),
+    (
+        "a906d57f",
+        (
+            "None was wrong with 0.7 or more. `store_adds_to_what_is_there` was found clean: what SGLang's model hands to its pools was not "
+            "read, as the header said. It is now, on the CPU, and this run was recorded again."
+        ),
+    ),
 )
