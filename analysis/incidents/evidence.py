@@ -17,6 +17,7 @@ from .observed import (
     goes_on_inside,
     handed_round,
     its_own_slot,
+    let_in_again,
     lost_all,
     misplaced,
     of_another,
@@ -268,6 +269,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("slot_mapping", "req_to_token"))
     if misplaced(cluster, sign) > 1:
         return Likely("table", ("req_to_token", "slot_mapping"))
+    if let_in_again(cluster, sign):
+        return Likely("write", ("shared_page_written", "req_to_token"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":

@@ -1,6 +1,6 @@
 """What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
 
-from .cluster import CONTENT, POSITION, Cluster, Sign
+from .cluster import CONTENT, KV_HASH, POSITION, Cluster, Sign
 from .facts import Fact
 
 
@@ -218,3 +218,15 @@ def given_at_once(cluster: Cluster, sign: Sign) -> bool:
         return False
     since = [fact for fact in cluster.history(sign) if fact.what == "written" and fact.event > given.event]
     return {fact.event for fact in since} == {sign.event}
+
+
+def let_in_again(cluster: Cluster, sign: Sign) -> list[Fact]:
+    """How a request came to a page that it wrote last, if it was let in there more than once: each time, and its write."""
+    history = cluster.history(sign) if sign.bits & (CONTENT | KV_HASH) and cluster.complete else []
+    at = max((n for n, fact in enumerate(history) if fact.what == "alloc"), default=-1)
+    wrote = next((fact for fact in reversed(history) if fact.what in ("written", "copied", "loaded", "received")), None)
+    if wrote is None or wrote.what != "written" or at < 0 or history[at].request_id == wrote.request_id:
+        return []
+    back = max((s.event for s in cluster.facts.retractions(wrote.request_id) if s.event < wrote.event), default=-1)
+    mine = [f for f in history[at:] if f.what == "shared" and f.request_id == wrote.request_id and f.event > back]
+    return [*mine, wrote] if len(mine) > 1 else []

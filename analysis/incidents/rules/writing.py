@@ -2,7 +2,7 @@
 
 from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
 from ..facts import Fact
-from ..observed import its_own_slot, over_its_own, went_elsewhere, written_past_its_row
+from ..observed import its_own_slot, let_in_again, over_its_own, went_elsewhere, written_past_its_row
 from .allocation import own_free
 
 
@@ -84,6 +84,11 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
             said = f"{empty[0]} shares {sign.place} since event {empty[1].event}, before anything stood there, and both it and whoever "
             said += f"was given the page write it, in {sign.when}: {sign.detail}"
             return cluster.diagnosis(0.93, said, sign, empty[1].event, sign.event, cause=empty[1].event)
+        again = let_in_again(cluster, sign)
+        if again:
+            said = f"{sign.reader} read {sign.place}, which another request wrote in event {again[-1].event}: that was let in on the "
+            said += f"page in event {again[0].event} as on a hit, and again in event {again[-2].event}, and was never put back between"
+            return cluster.diagnosis(0.85, said, sign, *(fact.event for fact in again), cause=again[-1].event)
         joined = cluster.last(sign, "shared", "cached")
         if sign.kind != "write_to_foreign_slot" or joined is None or joined.request_id != sign.request_id:
             continue
