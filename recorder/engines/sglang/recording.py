@@ -4,13 +4,11 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import CopiedForward
 from ...capture.host_arrays import own_int64
-from ...capture.recorder import Recorder
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
@@ -18,23 +16,20 @@ from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
-from ..common.injecting import recorder_class
 from .adapters import BatchAdapters
 from .connectors.transfers import SglangTransfers, room_of
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised
 from .inside import Expected, InsideModels
-from .layers import ModelLayers, attention_input, not_read
+from .layers import ModelLayers, attention_input
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
-from .recurrent import StateHooks, without_states
+from .opening import open_recorder, without_unseen
+from .recurrent import StateHooks
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .submitted import SubmittedKv
 from .trees import draft_tree, record_filled
 
 logger = logging.getLogger("kvcanary")
-
-# What `draft_steps` works out.
-DERIVED_OF_DRAFTS: Final = ("prefix_lens", "input_ids", "positions", "out_cache_loc")
 
 
 class SglangRecording:
@@ -66,25 +61,19 @@ class SglangRecording:
             not_watched += (
                 NotWatched(what="other", name="drafts", reason=f"{self._tree}; nothing is known of what they fill"),
             )
-        entries, reason = [*header.not_watched, *not_watched], "what the model hands to the pool is not read"
         on_device = on_gpu(self.layout.tables[0])
         in_layers = not on_device and layers.watches(id(self.target))
         self.submitted = SubmittedKv(self.layout) if in_layers else None
-        for index, runner in enumerate(header.runners):
-            if header.streams(index) and (self.submitted is None or not self.submitted.watches(index)):
-                entries.append(NotWatched(what="submitted", name=runner.name, reason=reason))
-        if not (inside.watches(self.target) if on_device else in_layers):
-            header, unseen = without_states(header, "its layers are not hooked")  # where they are read
-            entries += unseen
-        if not on_device:
-            entries += not_read(model_runners, self.layout, inside=in_layers)
-        header = begins(dataclasses.replace(header, not_watched=tuple(entries)))
+        states = inside.watches(self.target) if on_device else in_layers
+        header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched))
+        header = without_unseen(header, self.layout, model_runners, states=states, submitted=self.submitted)
+        header = begins(header)
         self.requests = SglangRequests(exact_ids=header.oracle is not None)
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
         settings.folder.mkdir(parents=True, exist_ok=True)
         self.recorder = begin_new(
             settings.folder / trace_name("sglang", header),
-            lambda path: self._open(path, header, settings, model_runners, inside),
+            lambda path: open_recorder(path, header, settings, self.layout, model_runners, inside),
         )
         with beginning(self.recorder):
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
@@ -113,33 +102,6 @@ class SglangRecording:
         self.members: list[str] = []  # and whose
         self._beams: dict[int, SglangRequest] = {}  # whose beam each row was last
         logger.info("%s", settings.start_up_line(self.recorder.path, self.recorder.header))
-
-    def _open(
-        self,
-        path: Path,
-        header: TraceHeader,
-        settings: RecordingSettings,
-        model_runners: list[Any],
-        inside: InsideModels,
-    ) -> Recorder | DeviceRecorder:
-        """Return a recorder that never waits for the device, if there is one and it can be."""
-        options: dict[str, Any] = {"kv_sources": self.layout.sources, "kv_watch_every": settings.kv_watch_every}
-        if header.states:
-            options["state_sources"] = self.layout.state_parts if settings.capture_bytes else {}
-        options |= settings.writer_options()
-        if on_gpu(self.layout.tables[0]):
-            derived = what_is_derived(header, model_runners, inside)
-            try:
-                return DeviceRecorder(path, derived, tables=self.layout.tables, luts=self.layout.luts, **options)
-            except ValueError as error:
-                note = f"every forward waits for the device: {error}"
-                logger.warning("kvcanary: %s", note)
-                header = dataclasses.replace(header, notes=(*header.notes, note))
-                if header.states:
-                    header, unseen = without_states(header, note)
-                    header = dataclasses.replace(header, not_watched=(*header.not_watched, *unseen))
-                    options.pop("state_sources")
-        return recorder_class(settings.inject)(path, what_is_derived(header, model_runners, None), **options)
 
     def cost(self) -> dict[str, int]:
         """Return what the recording has cost so far: forwards, and memory on the device and pinned on the host."""
@@ -417,18 +379,3 @@ class SglangRecording:
 def _extends(batch: Any) -> bool:
     """Say whether a draft model goes over tokens that are no guesses."""
     return mode_of(batch.forward_mode) in ("extend", "draft_extend", "mixed", "idle")
-
-
-def what_is_derived(header: TraceHeader, model_runners: list[Any], inside: InsideModels | None) -> TraceHeader:
-    """Return a header that says which columns of draft steps in CUDA graphs are derived; `inside` None: no graph is read."""
-    runners, not_watched = list(header.runners), list(header.not_watched)
-    for index, model_runner in enumerate(model_runners):
-        eager = getattr(model_runner.server_args, "disable_cuda_graph", False)
-        graphs = on_gpu(model_runner.req_to_token_pool.req_to_token) and not eager
-        seen = inside is not None and not inside.off and inside.drafts_in_graphs(model_runner)
-        if model_runner.is_draft_worker and graphs and not seen:
-            runners[index] = dataclasses.replace(runners[index], derived=DERIVED_OF_DRAFTS)
-            name = f"{runners[index].name}: steps in a CUDA graph"
-            reason = "their positions, tokens and slots are worked out from what goes into the graph and comes out"
-            not_watched.append(NotWatched(what="graph", name=name, reason=reason))
-    return dataclasses.replace(header, runners=tuple(runners), not_watched=tuple(not_watched))

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...capture.slot_numbers import SlotsChanged
 from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, LET_GO, AllocStatus, SlotChange
@@ -285,3 +286,18 @@ class BlockHistory:
 
 def _ids(blocks: Any) -> list[int]:
     return [block.block_id for block in blocks or () if not block.is_null]
+
+
+def record_copies(recorder: Any, layout: VllmLayout, copies: Sequence[Any]) -> None:
+    """Record blocks that a step copies before its forward: a prefix hit that ends inside a block gets its own."""
+    if not copies:
+        return
+    blocks = np.array([(copy.src_block_id, copy.dst_block_id) for copy in copies], np.int64)
+    # Whose they are is not said; to those groups that do not hold them it is all the same.
+    for group in layout.all_groups:
+        src, dst = blocks[:, 0] * group.block_size, blocks[:, 1] * group.block_size
+        count = np.full(src.size, group.block_size, np.int64)
+        recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")
+        layout.kv.copied(group, runs_to_slots(src, count), runs_to_slots(dst, count))
+    for pool in range(len(layout.states.pools)):
+        recorder.state_changed("copy", pool=pool, slots=blocks[:, 1], sources=blocks[:, 0])

@@ -19,9 +19,10 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.privacy import IdentityValue
 from ..common.hooking import put_in_place
 from ..common.requests import TokenList, mode_by_lens
+from .attention import FIELDS, AttentionReader
 from .layout import VllmGroup, VllmLayout
 from .recurrent import VllmStates
-from .step import FIELDS, AttentionReader, VllmRequest, above_needed, forward_context
+from .step import VllmRequest, above_needed, forward_context
 
 
 def on_gpu(runner: Any) -> bool:

@@ -5,12 +5,12 @@ from typing import Any
 
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched
+from .attention import AttentionReader
 from .blocks import why_no_history
 from .connectors.external import not_watched as connector_not_watched
 from .connectors.storages import Member
 from .device import is_v1, on_gpu
 from .layout import WRITES_ALONE, VllmLayout, steps_in_one_graph
-from .step import AttentionReader
 
 
 def why_no_slots(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:

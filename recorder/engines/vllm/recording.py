@@ -1,7 +1,6 @@
 """One vLLM runner's recording: what its steps, its requests and its scheduler's blocks mean in the recorder's words."""
 
 import dataclasses
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -10,20 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
 from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.forward_input import AttentionInput
-from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
 from ...trace.header import TraceHeader
 from ...trace.schema import RequestStatus
 from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
-from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true, wrap_often
+from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true
 from ..common.injecting import recorder_class
-from .blocks import BlockHistory
+from .attention import AttentionReader, chosen_attention, same_attention
+from .blocks import BlockHistory, record_copies
 from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of
 from .connectors.storages import members_of
@@ -32,24 +30,11 @@ from .drafts.forwards import DraftForwards, forget_last
 from .drafts.on_device import begin_on_device
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
-from .logprobs import StepLogprobs
 from .not_watched import not_watched, why_no_slots
-from .step import (
-    NEVER,
-    AttentionReader,
-    Step,
-    StepForward,
-    VllmRequest,
-    VllmRequests,
-    chosen_attention,
-    forwards_of,
-    prompt_of,
-    same_attention,
-)
+from .results import StepResults, is_read
+from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of
 
 logger = logging.getLogger("kvcanary")
-# Which forward each request of a step ran in: (forward's number, names of its requests), one for each forward.
-StepForwards = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 class VllmRecording:
@@ -97,17 +82,15 @@ class VllmRecording:
         if layout.draft is None or not isinstance(recorder, DeviceRecorder):
             self.drafts = DraftForwards(runner, layout, recorder, self.requests)
         self.external = ExternalLoads(connector, layout, self.requests, recorder, scheduler, members)
+        self._results = StepResults(runner, recorder, self.requests, self.external)
         self.output: Any = None  # the scheduler's, of the step that is being executed
         self._step, self._open = 0, False
         self.forwards: list[tuple[int, tuple[str, ...]]] = []  # of the step, begun so far
         self._now: Step | None = None
-        self._logprobs = StepLogprobs(runner)
         self._first = np.empty(0, np.int64)
         self._later: list[StepForward] = []
         self._prepared: DeviceStep | None = None  # a step of which not all is made yet that the model is given
         self._awaited = 0  # what of it: attention's metadata, positions
-        # Names of a step's requests, and from which place on each is text.
-        self._text: tuple[list[str], Int64Array] = ([], np.empty(0, np.int64))
         self._ran: list[VllmRequest] = []  # the requests of the last step on the device
         self._requests_changed = False  # since that: one has come, gone, or has other tokens or another row
         for note in (*layout.notes, *notes):
@@ -176,7 +159,7 @@ class VllmRecording:
                 self.left(name, "finished")
             for name in gone:
                 self.left(name, "retracted")
-        self._record_copies(getattr(output, "kv_cache_block_copies", None) or ())
+        record_copies(self.recorder, self.layout, getattr(output, "kv_cache_block_copies", None) or ())
         self.identities.begin_step()
         self.external.begin_step(output.num_scheduled_tokens)
         with self.requests.lock:
@@ -214,20 +197,6 @@ class VllmRecording:
             behind = cached.num_computed_tokens[place] + output.num_scheduled_tokens[name] - len(drafts)
             tokens = self.requests.see(name)[0].tokens
             tokens.append([UNKNOWN_TOKEN] * max(0, behind - len(tokens)))
-
-    def _record_copies(self, copies: Any) -> None:
-        """Record blocks that the step copies before its forward: a prefix hit that ends inside a block gets its own."""
-        if not copies:
-            return
-        blocks = np.array([(copy.src_block_id, copy.dst_block_id) for copy in copies], np.int64)
-        # Whose they are is not said; to those groups that do not hold them it is all the same.
-        for group in self.layout.all_groups:
-            src, dst = blocks[:, 0] * group.block_size, blocks[:, 1] * group.block_size
-            count = np.full(src.size, group.block_size, np.int64)
-            self.recorder.kv_copy(group=group.index, src=src, dst=dst, count=count, note="copy on write")
-            self.layout.kv.copied(group, runs_to_slots(src, count), runs_to_slots(dst, count))
-        for pool in range(len(self.layout.states.pools)):
-            self.recorder.state_changed("copy", pool=pool, slots=blocks[:, 1], sources=blocks[:, 0])
 
     def _see_cached(self, cached: Any) -> None:
         """Take over the tokens that the scheduler sends along: of resumed requests, and to the ranks that do not sample."""
@@ -283,10 +252,10 @@ class VllmRecording:
         return self._positions(fed, places, runner.query_start_loc.gpu, runner.input_batch.req_ids)
 
     def _positions(self, fed: Any, places: Any, starts: Any, names: Sequence[str]) -> Any:
-        if self._requests_changed or [*names] != self._text[0]:
-            text_from = [NEVER if one is None else one.text_from for one in self.requests.known(names)]
-            self._text = [*names], np.array(text_from, np.int64)
-        return self.layout.positions.of_step(fed, places, starts, *self._text)
+        positions = self.layout.positions
+        if self._requests_changed:
+            positions.forget()
+        return positions.of_step(fed, places, starts, names, self.requests.text_from)
 
     def prepared(self, step: DeviceStep) -> None:
         """Keep a step until all is there that the model is given; it is run after that."""
@@ -411,36 +380,9 @@ class VllmRecording:
 
     def took_result(self, result: Any, on_fault: OnFault) -> None:
         """Record what a step sampled, now or when the engine fetches it."""
-        forwards = tuple(self.forwards)
-        self.external.took_result(result)
-        if hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids"):
-            self.sampled(forwards, result)
-            return
-        if self.on_device is not None:
+        if self.on_device is not None and not is_read(result):
             self.on_device.tell_of_waits(result)
-        wrap_often(result, "get_output", functools.partial(self.sampled, forwards), on_fault)
-
-    def sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:
-        """Record the tokens of a step's result."""
-        self.external.took_result(result)
-        tokens = result.sampled_token_ids
-        if tokens is None or not len(tokens):
-            return
-        logprobs, by_name = self._logprobs.read(result), dict[str, Any]()
-        with self.requests.lock:
-            for forward, names in forwards:
-                sampled = tokens
-                if len(forwards) > 1 or len(tokens) != len(names) or names != tuple(result.req_ids):
-                    by_name = by_name or dict(zip(result.req_ids, tokens, strict=False))
-                    sampled = [by_name.get(name, ()) for name in names]
-                for known, new in zip(self.requests.known(names), sampled, strict=True):
-                    if known is not None and len(new) and forward >= known.since:
-                        known.tokens.append(new)
-                lens = np.fromiter(map(len, sampled), np.int64, len(sampled))
-                if lens.any():
-                    flat = np.fromiter(itertools.chain.from_iterable(sampled), np.int64, int(lens.sum()))
-                    said = self._logprobs.of(names, logprobs)
-                    self.recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens, **said)
+        self._results.took(result, tuple(self.forwards), on_fault)
 
     def left(self, name: str, status: RequestStatus) -> None:
         """Record that a request has given its row back; it is forgotten unless it was retracted."""

@@ -5,7 +5,7 @@ request has for good. So what such a model is fed is looked at of all tokens but
 engine's own places are taken, by which it computes the slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -35,18 +35,26 @@ class FedPositions:
         own = getattr(runner, "positions", None)  # in older versions filled for models that are fed these alone
         self.places = self.several and (self._rope is not None if self.later else hasattr(own, "data_ptr"))
         self.seen = self.places and mrope and _places_text_plainly(runner)
+        self._names: list[str] = []  # of a step's requests, and from which place on each is text
+        self._text_from = np.empty(0, np.int64)
 
     @property
     def derived(self) -> tuple[str, ...]:
         """The columns of a forward that are worked out."""
         return ("positions",) if self.several and not self.seen else ()
 
-    def of_step(self, fed: Any, places: Any, starts: Any, names: Sequence[str], text_from: Int64Array) -> Any:
+    def forget(self) -> None:
+        """Ask anew from where on requests are text: they have changed."""
+        self._names = []
+
+    def of_step(
+        self, fed: Any, places: Any, starts: Any, names: Sequence[str], text_from: Callable[[Sequence[str]], Int64Array]
+    ) -> Any:
         """Return `[T]` positions, where the model's tensors lie: without waiting if that is a device.
 
         `fed` is `[dimensions, at least T]`, `places` `[T]`, `starts` `[bs + 1]` where each request's tokens begin,
-        `text_from` `[bs]` the place from which on each is text. A token that is fed different positions gets one of them
-        that is not its place.
+        `text_from` tells `[bs]` from which place on each request is text. A token that is fed different positions gets one of
+        them that is not its place.
         """
         import torch
 
@@ -54,10 +62,13 @@ class FedPositions:
             return places
         total, bs = places.shape[0], len(names)
         fed = fed[:, :total]
-        if not text_from.any():
+        if [*names] != self._names:
+            self._names, self._text_from = [*names], text_from(names)
+        if not self._text_from.any():
             return _one_of(fed, places)
-        ahead = [self._ahead(name) if place else 0 for name, place in zip(names, text_from.tolist(), strict=True)]
-        there = torch.from_numpy(np.stack((text_from, np.array(ahead, np.int64))))
+        each_from = self._text_from.tolist()
+        ahead = [self._ahead(name) if place else 0 for name, place in zip(names, each_from, strict=True)]
+        there = torch.from_numpy(np.stack((self._text_from, np.array(ahead, np.int64))))
         if places.device.type == "cuda":
             there = there.pin_memory().to(places.device, non_blocking=True)
         if total != bs:

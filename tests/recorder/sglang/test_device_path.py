@@ -9,6 +9,7 @@ import torch
 from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.capture.model_forward import ModelForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
+from kvcanary.recorder.engines.sglang import opening as sglang_opening
 from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.engines.sglang.forward import DeviceForwards
 from kvcanary.recorder.engines.sglang.requests import KnownBatch
@@ -55,7 +56,8 @@ def test_it_tells_what_the_other_path_tells(tmp_path: Any, monkeypatch: pytest.M
     attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path / "device"))
     serve()
     attachment.close()
-    monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor: False)
+    for module in (sglang_opening, sglang_recording):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: False)
     attachment, _ = record(monkeypatch, tmp_path / "host")
     attachment.close()
     device, host = (list(read_trace(next((tmp_path / side).glob("*.arrow")))) for side in ("device", "host"))
@@ -76,7 +78,8 @@ def test_of_a_tree_of_drafts_it_tells_what_the_other_path_tells(tmp_path: Any, m
     fake_engine.drafts_in_trees(monkeypatch)
     told = []
     for on_device in (True, False):
-        monkeypatch.setattr(sglang_recording, "on_gpu", lambda tensor, said=on_device: said)
+        for module in (sglang_opening, sglang_recording):
+            monkeypatch.setattr(module, "on_gpu", lambda tensor, said=on_device: said)
         attachment, _ = record(monkeypatch, tmp_path / str(on_device))
         assert isinstance(attachment.recording.recorder, DeviceRecorder) is on_device
         attachment.close()

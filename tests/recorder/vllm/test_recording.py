@@ -23,7 +23,7 @@ from kvcanary.recorder.engines.vllm.kv import (
     turned_source,
 )
 from kvcanary.recorder.engines.vllm.layout import VllmLayout
-from kvcanary.recorder.engines.vllm.logprobs import StepLogprobs
+from kvcanary.recorder.engines.vllm.results import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import StatePool
 from kvcanary.recorder.trace.reader import read_trace

@@ -22,21 +22,10 @@ from ....capture.host_arrays import own_int64, ragged_index
 from ....capture.recorder import Recorder
 from ....trace.schema import RECEIVE
 from ...common.hooking import Finish, OnFault, wrap_method
+from ..attention import FIELDS, PLAIN_BACKENDS, chosen_attention, chosen_reads, same_attention
 from ..connectors.pairs import transfers_of
 from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
-from ..step import (
-    FIELDS,
-    PLAIN_BACKENDS,
-    Step,
-    StepForward,
-    VllmRequest,
-    VllmRequests,
-    chosen_attention,
-    chosen_reads,
-    forward_context,
-    same_attention,
-    table_read,
-)
+from ..step import Step, StepForward, VllmRequest, VllmRequests, forward_context, table_read
 
 NOT_RUN = "the drafter did not run over these tokens"
 

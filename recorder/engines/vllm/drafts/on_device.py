@@ -24,9 +24,10 @@ from ....capture.forward_input import CopiedForward
 from ....trace.header import TraceHeader
 from ....trace.schema import RECEIVE
 from ...common.hooking import Finish, OnFault, wrap_method
+from ..attention import FIELDS
 from ..device import DeviceSteps, TargetStep, block_tables, in_one
 from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
-from ..step import FIELDS, forward_context
+from ..step import forward_context
 from .forwards import NOT_RUN, kernel_block_size, last_held, leave_out_chunk_ends
 
 # Twice as much as without a draft: target and draft each have a forward of a step that may admit requests.

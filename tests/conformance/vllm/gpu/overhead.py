@@ -24,7 +24,7 @@ LLAMA_8B = {
     "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
-HOOKS = ("begin_step", "capture", "after_model", "sampled", "before_model")
+HOOKS = ("begin_step", "capture", "after_model", "before_model")
 REQUESTS, PROMPT, SHORT, LONG, ROUNDS = 32, 512, 8, 136, 14
 
 seconds: Counter[str] = Counter()
@@ -65,9 +65,11 @@ def main() -> None:
     if run["base"]:
         from kvcanary.recorder.capture.device.background import Background
         from kvcanary.recorder.engines.vllm.recording import VllmRecording
+        from kvcanary.recorder.engines.vllm.results import StepResults
 
         for name in HOOKS:
             timed(VllmRecording, name)
+        timed(StepResults, "_sampled")
         timed(Background, "_record_waiting", time.thread_time)
     rng = random.Random(1)
     prompts = [{"prompt_token_ids": [rng.randrange(3, 500) for _ in range(PROMPT)]} for _ in range(REQUESTS)]

@@ -1,5 +1,6 @@
-"""The log-probabilities of a step's sampled tokens, where a request has asked vLLM for some."""
+"""What a step sampled: its tokens, and their log-probabilities where a request has asked vLLM for some."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,12 +9,63 @@ import numpy as np
 import numpy.typing as npt
 
 from ...capture.host_arrays import ragged_index
+from ..common.hooking import OnFault, wrap_often
 from ..common.requests import logprobs_or_none
+from .connectors.external import ExternalLoads
+from .step import VllmRequests
 
 FloatArray = npt.NDArray[np.float32]
 
 # What `logprobs_mode` computes, as `logprobs_kind`; with another mode, the values are no log-probabilities.
 _KINDS: Final = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+
+
+# Which forward each request of a step ran in: (forward's number, names of its requests), one for each forward.
+StepForwards = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+class StepResults:
+    """Records the results of one runner's steps; from the engine's thread, or the one in which it fetches them."""
+
+    def __init__(self, runner: Any, recorder: Any, requests: VllmRequests, external: ExternalLoads) -> None:
+        self._recorder = recorder
+        self._requests = requests
+        self._external = external
+        self._logprobs = StepLogprobs(runner)
+
+    def took(self, result: Any, forwards: StepForwards, on_fault: OnFault) -> None:
+        """Record what a step sampled, now or when the engine fetches it."""
+        self._external.took_result(result)
+        if is_read(result):
+            self._sampled(forwards, result)
+        else:
+            wrap_often(result, "get_output", functools.partial(self._sampled, forwards), on_fault)
+
+    def _sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:
+        self._external.took_result(result)
+        tokens = result.sampled_token_ids
+        if tokens is None or not len(tokens):
+            return
+        logprobs, by_name = self._logprobs.read(result), dict[str, Any]()
+        with self._requests.lock:
+            for forward, names in forwards:
+                sampled = tokens
+                if len(forwards) > 1 or len(tokens) != len(names) or names != tuple(result.req_ids):
+                    by_name = by_name or dict(zip(result.req_ids, tokens, strict=False))
+                    sampled = [by_name.get(name, ()) for name in names]
+                for known, new in zip(self._requests.known(names), sampled, strict=True):
+                    if known is not None and len(new) and forward >= known.since:
+                        known.tokens.append(new)
+                lens = np.fromiter(map(len, sampled), np.int64, len(sampled))
+                if lens.any():
+                    flat = np.fromiter(itertools.chain.from_iterable(sampled), np.int64, int(lens.sum()))
+                    said = self._logprobs.of(names, logprobs)
+                    self._recorder.sampled(forward=forward, sampled_tokens=flat, sampled_lens=lens, **said)
+
+
+def is_read(result: Any) -> bool:
+    """Say whether a result has its tokens on the host already."""
+    return hasattr(result, "sampled_token_ids") and hasattr(result, "req_ids")
 
 
 class StepLogprobs:
