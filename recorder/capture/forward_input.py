@@ -28,13 +28,15 @@ class TableRead:
     Request r reads the slots of positions `starts[r] .. starts[r] + counts[r] - 1`, one request after another in
     `slots`. `starts`, `counts` `[bs]`, `slots` `[sum(counts)]`, any integer type. A sliding window's read starts one
     position before the window where there is one: its slot is the predecessor in the chain. `window_observed` says whether
-    `starts` are what attention was seen to read of a window, not what it ought to.
+    `starts` are what attention was seen to read of a window, not what it ought to. Of a group without a window `last` says of
+    how many positions attention was seen to read the last ones alone; 0 for all, or if nobody knows.
     """
 
     starts: Any
     counts: Any
     slots: Any
     window_observed: bool = True
+    last: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,26 +313,31 @@ def window_positions(forward: CopiedForward, read: RowRuns, window: int) -> tupl
 def _other_windows(
     forward: CopiedForward, given: ForwardInput, header: TraceHeader
 ) -> tuple[dict[str, Int64Array], int]:
-    """Return the reads of sliding groups that are not those of their window, as the event has them, and of how many groups.
+    """Return the reads of groups that are not those of their window, as the event has them, and how many were compared.
 
     Only of what came as a `TableRead`: if a request reads nothing, nobody said what it reads. Of groups that share
-    a table the one with the longest window is compared, unless a full group reads the table too.
+    a table the one with the longest window is compared, or the full one if that reads the table too.
     """
     found: list[tuple[int, int, int, int]] = []
     watched = 0
     for table, read in enumerate(given.reads):
         groups = [(g.window, n) for n, g in enumerate(header.groups) if (g.table, g.runner) == (table, given.runner)]
-        observed = isinstance(read, TableRead) and read.window_observed
-        if not observed or not groups or min(groups)[0] == 0:
+        if not groups or not isinstance(read, TableRead):
+            continue
+        window, number = min(groups)
+        if not window:
+            short = np.flatnonzero((forward.rows != 0) & (forward.prefix_lens > read.last)) if read.last else _NOTHING
+            found += [(number, r, int(forward.prefix_lens[r]) - read.last, read.last) for r in short.tolist()]
+        if not window or not read.window_observed:
             continue
         window, number = max(groups)
         starts, counts = forward.reads[table].starts, forward.reads[table].counts
         first = np.maximum(forward.prefix_lens - window, 0)
-        short = (starts > first) | (starts + counts < forward.prefix_lens)
+        less = (starts > first) | (starts + counts < forward.prefix_lens)
         long = starts < np.maximum(first - 1, 0)
         unsaid = (forward.rows != 0) & (counts == 0) & (forward.prefix_lens > 0)
         watched += 0 if unsaid.any() else sum(other == window for other, _ in groups)
-        wrong = np.flatnonzero((forward.rows != 0) & (counts > 0) & (short | long)).tolist()
+        wrong = np.flatnonzero((forward.rows != 0) & (counts > 0) & (less | long)).tolist()
         found += [(number, r, int(starts[r]), int(counts[r])) for r in wrong]
     columns = np.array(found, np.int64).reshape(-1, 4).T
     return dict(zip(("window_group", "window_request", "window_start", "window_count"), columns, strict=True)), watched

@@ -15,7 +15,7 @@ from .history import ForwardView, GroupReads
 
 @register
 class WrongWindow(HistoryCheck):
-    """A forward reads fewer or more positions of its prefix than its sliding pool group's window has.
+    """A forward reads fewer or more positions of its prefix than its pool group's window has, or fewer than all without one.
 
     It may name the slot of the one before, the predecessor in the chain. Of engines that show a block table it is known only
     if the adapter sees what attention's kernels read of a window, or are made with.
@@ -29,8 +29,9 @@ class WrongWindow(HistoryCheck):
         forward = view.forward
         for group, request, start, count in () if forward.windows is None else forward.windows.tolist():
             window, prefix = self.history.header.groups[group].window, int(forward.prefix_lens[request])
-            detail = f"reads positions {start} to {start + count - 1} of a prefix of {prefix}, the window of {window} begins at "
-            detail += str(max(prefix - window, 0))
+            detail = f"reads positions {start} to {start + count - 1} of a prefix of {prefix}, "
+            begins = f"the window of {window} begins at {max(prefix - window, 0)}"
+            detail += begins if window else "all of which is to be read"
             yield self.of_request(forward, request, detail, group=group, position=start)
 
 

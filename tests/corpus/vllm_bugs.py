@@ -5,6 +5,8 @@ from typing import Any
 from bugs import Fired, bug, replaces
 from vllm_marks import before_forward, reads, when_adopted
 
+WINDOW = 48
+
 
 # A step is recorded as several forwards if one of its requests reads what another writes; the reader comes second here.
 @bug("vllm-project/vllm#17305", "llama-few", "stale_prefix_hit", reads=97)
@@ -327,3 +329,23 @@ def evicted_still_listed(fired: Fired) -> None:
         return found
 
     when_adopted(stale, fired)
+
+
+@bug("vllm-project/vllm#21863", "hybrid", "window_read_wrong")
+def layers_of_full_attention_get_the_window(fired: Fired) -> None:
+    """The window that a model's configuration names is handed to all of its layers, those too that are to see everything.
+    The cache keeps all of their tokens, and they read the last ones alone."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    @replaces(CPUAttentionBackendImpl, "__init__")
+    def make(before, impl, *args, **kwargs):
+        before(impl, *args, **kwargs)
+        if impl.sliding_window < 0:
+            impl.sliding_window = WINDOW
+
+    def reads_past(runner, output):
+        batch = runner.input_batch
+        if any(int(batch.num_computed_tokens_cpu[row]) >= WINDOW for row in range(batch.num_reqs)):
+            fired()
+
+    before_forward(reads_past)

@@ -242,7 +242,8 @@ def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array
     """
     window, kernels = group.window, group.kernel_window
     if not window:
-        return paged_read(table, block_size, prefix)
+        told = getattr(group.spec, "sliding_window", None)  # by a cache that keeps all all the same
+        return replace(paged_read(table, block_size, prefix), last=kernels or 0 if told is None else 0)
     if kernels is not None and kernels != window:
         before = int(kernels > window)  # of a longer one the predecessor, too
         first = np.maximum(prefix - kernels - before, 0) if kernels else None

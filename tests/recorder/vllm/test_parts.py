@@ -289,6 +289,15 @@ def test_of_another_window_what_the_kernels_read_is_all_there_is(kernels: int, s
     assert (read.starts.tolist(), read.counts.tolist()) == (starts, (prefix - starts).tolist())
 
 
+@pytest.mark.parametrize(("told", "kernels", "last"), [(None, 5, 5), (None, None, 0), (None, 0, 0), (6, 5, 0)])
+def test_of_a_cache_that_keeps_all_a_window_of_the_kernels_alone_is_told(
+    told: int | None, kernels: int | None, last: int
+) -> None:
+    own = replace(group(4), kernel_window=kernels, spec=SimpleNamespace(sliding_window=told))
+    read = table_read(torch.arange(1, 25, dtype=torch.int32).view(3, 8), 4, own, np.array([0, 3, 9], np.int64))
+    assert (read.last, read.counts.tolist()) == (last, [0, 3, 9])
+
+
 def step_of(prefix: list[int], extend: list[int], written: list[int], reads: list[list[int]]) -> tuple[Step, TableRead]:
     made = Step(
         names=tuple("abcdef"[: len(prefix)]),
