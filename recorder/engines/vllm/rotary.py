@@ -32,8 +32,10 @@ class FedPositions:
         self._rope: Any = (
             getattr(state, "rope_state", None) if callable(getattr(state, "prepare_inputs", None)) else None
         )
-        own = getattr(runner, "positions", None)  # in older versions filled for models that are fed these alone
-        self.places = self.several and (self._rope is not None if self.later else hasattr(own, "data_ptr"))
+        # In older versions the runner's own positions are filled for models that are fed these alone.
+        own, starts = getattr(runner, "positions", None), getattr(runner, "query_start_loc", None)
+        there = self._rope is not None if self.later else hasattr(own, "data_ptr") and hasattr(starts, "gpu")
+        self.places = self.several and there
         self.seen = self.places and mrope and _places_text_plainly(runner)
         self._names: list[str] = []  # of a step's requests, and from which place on each is text
         self._text_from = np.empty(0, np.int64)

@@ -74,6 +74,7 @@ def feed_several(monkeypatch: pytest.MonkeyPatch, change: Any = None, model: Any
         begin(self, known, request)
 
     monkeypatch.setattr(GPUModelRunner, "uses_mrope", True)
+    monkeypatch.setattr(GPUModelRunner, "query_start_loc", SimpleNamespace(gpu=None), raising=False)
     monkeypatch.setattr(GPUModelRunner, "positions", torch.zeros(64, dtype=torch.int64), raising=False)
     monkeypatch.setattr(GPUModelRunner, "ahead", SimpleNamespace(np=np.zeros(64, np.int64)), raising=False)
     monkeypatch.setattr(GPUModelRunner, "get_model", lambda _: model(), raising=False)
