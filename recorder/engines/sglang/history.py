@@ -230,7 +230,8 @@ class RadixCacheWalk:
         self._every = every
         self._forwards = 0
         self._passes = self._online_passes()
-        self.walks = bool(self._online or every)
+        # Of a target whose pools are of no known class no slots are recorded, and there is nothing to walk.
+        self.walks = bool(self._online or every) and bool(self._runner.groups)
         self._walk: Any = self.walker() if self.walks else None
 
     def walker(self) -> Any:

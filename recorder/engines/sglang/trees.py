@@ -22,11 +22,20 @@ _NOTE: Final = "a tree of drafts"
 
 
 def draft_tree(server_args: Any) -> str:
-    """Say why what an engine drafts is a tree, whose tokens share positions; "" for chains, and for no drafts."""
+    """Say why what an engine drafts is a tree, whose tokens share positions; "" for chains, and for no drafts.
+
+    N-grams are filled up to their number with tokens right behind the root, so that several share a position there even if nothing
+    branches (`fillResult` in SGLang's `ngram_corpus/result.cpp`).
+    """
     algorithm = getattr(server_args, "speculative_algorithm", None)
     branches = "speculative_ngram_max_bfs_breadth" if algorithm == "NGRAM" else "speculative_eagle_topk"
     most = int(getattr(server_args, branches, None) or 1) if algorithm else 1
-    return f"drafts are trees: {branches} is {most}, expected 1" if most > 1 else ""
+    if most > 1:
+        return f"drafts are trees: {branches} is {most}, expected 1"
+    tokens = int(getattr(server_args, "speculative_num_draft_tokens", None) or 0)
+    if algorithm == "NGRAM" and tokens != 2:  # the root, and one behind it
+        return f"drafts are trees: n-grams that are shorter than speculative_num_draft_tokens, {tokens}, are filled up"
+    return ""
 
 
 def record_filled(

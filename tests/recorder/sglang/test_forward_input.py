@@ -93,7 +93,22 @@ def test_an_idle_draft_has_no_steps() -> None:
         ({"speculative_algorithm": None, "speculative_eagle_topk": 4}, ""),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "speculative_eagle_topk is 4"),
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "max_bfs_breadth is 10"),
-        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, ""),
+        (
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_ngram_max_bfs_breadth": 1,
+                "speculative_num_draft_tokens": 4,
+            },
+            "shorter than speculative_num_draft_tokens, 4",
+        ),
+        (
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_ngram_max_bfs_breadth": 1,
+                "speculative_num_draft_tokens": 2,
+            },
+            "",
+        ),
     ],
 )
 def test_draft_trees_are_told_from_chains(said: dict[str, Any], tree: str) -> None:

@@ -228,6 +228,16 @@ def test_no_walk_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.calls == []
 
 
+def test_no_walk_where_no_pool_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SimpleNamespace(canary_manager=None)
+    layout: Any = SimpleNamespace(runners={id(target): SimpleNamespace(groups={}, index=0)}, groups=[], luts=[])
+    found = SimpleNamespace(slot_indices=[20], positions=[0], prev_slot_indices=[-1])
+    monkeypatch.setattr(RadixCacheWalk, "walker", lambda self: lambda **_: found)
+    told = Told()
+    RadixCacheWalk(target, "tree", layout, 3, told).after_forward()  # type: ignore[arg-type]
+    assert told.calls == []
+
+
 class RestoringAllocator(TokenToKVPoolAllocator):
     def restore_state(self, state: torch.Tensor) -> None:
         self.free_pages = state
