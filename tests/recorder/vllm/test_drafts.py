@@ -186,3 +186,24 @@ def test_of_another_draft_the_slots_are_recorded_that_its_layer_is_called_with(t
     drafts = [event for event in events if event.kind == "forward" and event.scalar("runner") == 1]
     assert (summary.verdict.value, len(drafts) > 9) == ("clean", True)
     assert not [event for event in events if event.kind == "loss"]
+
+
+def test_a_draft_whose_metadata_say_nothing_of_its_requests_is_not_watched(tmp_path: Path) -> None:
+    class StatesAlone(EagleProposer):
+        def _forward(self, call: Any, metadata: dict[str, Any]) -> None:
+            super()._forward(call, {LAYER: SimpleNamespace(slot_mapping=call.slots)})
+
+    drafter = StatesAlone()
+    drafter.parallel_drafting = True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        made = GPUModelRunner.__init__
+
+        def make(runner: Any, *args: Any, **kwargs: Any) -> None:
+            made(runner, *args, **kwargs)
+            runner.vllm_config.speculative_config = SimpleNamespace(method="extract_hidden_states")
+
+        patch.setattr(GPUModelRunner, "__init__", make)
+        summary, header, events = run(tmp_path, drafter, caching=False)
+    assert not [event for event in events if event.kind == "forward" and event.scalar("runner") == 1]
+    assert header.runners[1].name in {one.name for one in header.not_watched if one.what == "runner"}
+    assert (summary.verdict.value, summary.findings_by_kind) == ("clean", {})
