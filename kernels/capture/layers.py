@@ -26,6 +26,7 @@ _LANES: Final = {
     "float8_e4m3fn": (0x7F, 0x01, 0x80, 0x7F, 8),
 }
 FLOATS: Final = frozenset(_LANES)
+NARROW: Final = frozenset(dtype for dtype, lanes in _LANES.items() if lanes[-1] == 8)  # a small value is stored as 0
 
 
 class Layers(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.changes import RowRuns, cell_changes, cells_to_runs, joined, row_changes
-from ...kernels.capture.layers import FLOATS
+from ...kernels.capture.layers import FLOATS, NARROW
 from ..state.forward import UnusableEventError
 from ..state.tables import StateTables
 from ..state.writes import stays
@@ -197,7 +197,8 @@ def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[
             counts, layers = source.values(slots, judged)
             if counts[:, 2].any():
                 empty = source.first_layer_is_zeros(slots, judged)
-                counts[_begin_with_nothing(empty, forward, request), 2] = 0
+                small = source.stream.dtype in NARROW  # all of a token may be, as of a model without its adapter
+                counts[empty if small else _begin_with_nothing(empty, forward, request), 2] = 0
             for kind in np.flatnonzero(counts.any(axis=0)).tolist():
                 for r in np.unique(request[counts[:, kind] > 0]).tolist():
                     mine = np.flatnonzero((request == r) & (counts[:, kind] > 0))

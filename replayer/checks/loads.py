@@ -63,11 +63,12 @@ class FailedLoadRead(HistoryCheck):
         tables, group = self.history.tables, event.group
         if tables is None or group < 0 or self.history.header.groups[group].lut >= 0:
             return
-        rows = tables.req_to_token[self.history.header.groups[group].table]
-        last = self.history.rows.last[self.history.header.groups[group].runner]
+        known = self.history.header.groups[group]
+        rows, last = tables.req_to_token[known.table], self.history.rows.last[known.runner]
         for row in np.flatnonzero(last[:, ROW_EVENT] > 0).tolist():
             prefix = int(last[row, ROW_PREFIX])
-            read = rows[row, :prefix] if row < len(rows) else rows[0, :0]
+            first = max(0, prefix - known.window) if known.window else 0  # slots in front of it are others' by now
+            read = rows[row, first:prefix] if row < len(rows) else rows[0, :0]
             spoilt = read[np.isin(read, event.slots)]
             if len(spoilt):
                 self._spoilt[int(last[row, ROW_REQUEST])] = (prefix, group, int(spoilt[0]), number)

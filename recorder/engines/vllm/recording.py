@@ -230,6 +230,8 @@ class VllmRecording:
             if place in less:
                 self._requests_changed = True
                 known.cut(known.prompt_len + counts[place])
+                if known.row:  # what was sampled for it is none of its tokens any more
+                    self.recorder.request_status(request_id=known.request_id, status="admitted", row=known.row)
             sent = sent_tokens[place] if sent_tokens else ()
             if len(sent) and len(known.tokens) == cached.num_computed_tokens[place]:
                 known.tokens.append(sent)

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from kvcanary.kernels.constants import UNKNOWN_TOKEN
 from kvcanary.recorder.engines.vllm.layout import draft_offset
 from kvcanary.recorder.process.settings import RecordingSettings
 
 from ...support.one_trace import replayed
-from .fake_drafts import DraftLayers, DraftModelProposer, EagleProposer, EagleSpeculator
-from .fake_engine import BLOCK, GPUModelRunner, GPUModelRunnerV2, hooked, serve, serve_session
+from .fake_drafts import LAYER, DraftLayers, DraftModelProposer, EagleProposer, EagleSpeculator
+from .fake_engine import BLOCK, DIM, HEADS, GPUModelRunner, GPUModelRunnerV2, hooked, serve, serve_session
 
 pytestmark = pytest.mark.usefixtures("process_goes_on")
 
@@ -148,3 +149,61 @@ def test_of_other_drafts_the_writes_alone_are_recorded(why: str) -> None:
     else:
         runner.drafter.model.unwrap = lambda: None
     assert draft_offset(runner) is None
+
+
+@pytest.mark.parametrize("stores", ["K and V", "K and V by name", "one tensor"])
+def test_of_another_draft_the_slots_are_recorded_that_its_layer_is_called_with(tmp_path: Path, stores: str) -> None:
+    class Stored:
+        """Hidden states, for example: what is stored is one tensor."""
+
+        def do_kv_cache_update(self, layer: Any, states: Any, kv_cache: Any, slot_mapping: Any) -> None:
+            held = slot_mapping[slot_mapping >= 0]
+            kv_cache[held // BLOCK, 0, held % BLOCK, 0] = states[slot_mapping >= 0].float()
+
+    class Layers(DraftLayers):
+        def compute(self, input_ids: Any, positions: Any, slots: Any) -> None:
+            layer = self.runner.layers[LAYER]
+            if stores == "one tensor":
+                layer.impl.do_kv_cache_update(layer, input_ids + positions, layer.kv_cache, slots)
+            elif stores == "K and V":
+                super().compute(input_ids, positions, slots)
+            else:
+                key = torch.ones(len(slots), HEADS, DIM)
+                layer.impl.do_kv_cache_update(layer, key, value=key, kv_cache=layer.kv_cache, slot_mapping=slots)
+
+    drafter = EagleProposer()
+    drafter.model, drafter.parallel_drafting = Layers(), True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        if stores == "one tensor":
+            made = GPUModelRunner.initialize_kv_cache
+
+            def initialize(runner: Any, config: Any, is_profiling: bool = False) -> None:
+                made(runner, config, is_profiling)
+                runner.layers[LAYER].impl = Stored()
+
+            patch.setattr(GPUModelRunner, "initialize_kv_cache", initialize)
+        summary, _, events = run(tmp_path, drafter, caching=False)
+    drafts = [event for event in events if event.kind == "forward" and event.scalar("runner") == 1]
+    assert (summary.verdict.value, len(drafts) > 9) == ("clean", True)
+    assert not [event for event in events if event.kind == "loss"]
+
+
+def test_a_draft_whose_metadata_say_nothing_of_its_requests_is_not_watched(tmp_path: Path) -> None:
+    class StatesAlone(EagleProposer):
+        def _forward(self, call: Any, metadata: dict[str, Any]) -> None:
+            super()._forward(call, {LAYER: SimpleNamespace(slot_mapping=call.slots)})
+
+    drafter = StatesAlone()
+    drafter.parallel_drafting = True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        made = GPUModelRunner.__init__
+
+        def make(runner: Any, *args: Any, **kwargs: Any) -> None:
+            made(runner, *args, **kwargs)
+            runner.vllm_config.speculative_config = SimpleNamespace(method="extract_hidden_states")
+
+        patch.setattr(GPUModelRunner, "__init__", make)
+        summary, header, events = run(tmp_path, drafter, caching=False)
+    assert not [event for event in events if event.kind == "forward" and event.scalar("runner") == 1]
+    assert header.runners[1].name in {one.name for one in header.not_watched if one.what == "runner"}
+    assert (summary.verdict.value, summary.findings_by_kind) == ("clean", {})

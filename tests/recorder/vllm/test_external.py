@@ -52,6 +52,40 @@ def test_a_healthy_engine_that_loads_is_not_corrupt(
     assert ("slots", "KV connector HostConnector") in {(entry.what, entry.name) for entry in header.not_watched}
 
 
+def test_a_sample_that_a_failed_load_takes_back_binds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it the engine verifies what was drafted for the token's place, which it may well accept."""
+    drafted: list[int] = []
+
+    def each_step(runner: GPUModelRunner, scheduler: Any, output: Any) -> None:
+        cached, state = output.scheduled_cached_reqs, runner.requests.get("r3")
+        request = next((one for one in scheduler.running if one.request_id == "r3"), None)
+        if drafted or request is None or len(request.tokens) != request.num_prompt_tokens + 3:
+            return
+        counts = [
+            len(runner.requests[name].tokens) - len(runner.requests[name].prompt_token_ids) for name in cached.req_ids
+        ]
+        counts[cached.req_ids.index("r3")] -= 1
+        cached.num_output_tokens = counts
+        drafted.append((request.tokens.pop() + 1) % 500)
+        state.tokens[-1] = drafted[0]
+
+    sample = GPUModelRunner.sample_tokens
+
+    def sample_tokens(runner: GPUModelRunner, grammar: Any) -> Any:
+        result = sample(runner, grammar)
+        if len(drafted) == 1:
+            result.sampled_token_ids[result.req_ids.index("r3")].insert(0, drafted[0])
+            drafted.append(-1)
+        return result
+
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", sample_tokens)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve(each_step=each_step)
+    summary, _, _ = replayed(tmp_path)
+    assert len(drafted) == 2
+    assert (summary.verdict.value, summary.findings_by_kind) == ("clean", {})
+
+
 def test_damage_beside_what_was_loaded_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
 

@@ -27,8 +27,10 @@ class Loader:
 
 
 class Model:
-    def load_weights(self, _: Any) -> None:
+    def load_weights(self, weights: Any) -> None:
         """New weights."""
+        if weights is None:
+            raise ValueError("no such parameter")
 
 
 @pytest.fixture
@@ -88,6 +90,14 @@ def test_weights_that_come_in_parts_are_one_change_for_a_step(engine: Any) -> No
     engine.identities.begin_step()
     engine.begin("b", 0)
     assert engine.said[1:] == [(name, {"adapter": "", "weights": "2"}) for name in "ab"]
+
+
+def test_weights_that_could_not_be_loaded_are_no_others(engine: Any) -> None:
+    engine.begin("a", 0)
+    with pytest.raises(ValueError, match="no such parameter"):
+        engine.runner.get_model().load_weights(None)
+    engine.identities.begin_step()
+    assert engine.said == [("a", {"adapter": "", "weights": "0"})]
 
 
 def test_an_engine_without_adapters_or_weights_of_its_own(engine: Any) -> None:

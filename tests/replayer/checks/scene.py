@@ -1,7 +1,7 @@
 """A stage on which a test plays an engine, event by event, to the real Recorder, and sees what one check makes of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +40,14 @@ class Scene:
         *,
         told: SlotHistoryTold = "complete",
         window: int = 0,
+        sliding: int = 0,
         draft: bool = False,
         states: bool = False,
         padding_states: tuple[int, ...] = (),
     ) -> None:
         self.path = path
         full = PoolGroup(name="full", num_slots=SLOTS, host_num_slots=SLOTS)
-        groups = [full]
+        groups = [replace(full, kind="swa", window=sliding) if sliding else full]
         if window:
             groups.append(PoolGroup(name="swa", kind="swa", window=window, lut=0, num_slots=SLOTS))
         if draft:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from kvcanary.kernels.capture.layers import NARROW
 from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.privacy import Privacy
@@ -22,11 +24,13 @@ LATE = 2
 class Engine:
     """Requests of one row each; `kv[half]` `[layers, slots, values] float32`. Of layer 0 the first 16 bytes are hashed."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, narrow: str = "", **options: Any) -> None:
+        """With a type of one byte, `narrow`, `kv` holds its bits."""
         self.path = path
-        self.kv = [np.zeros((LAYERS, SLOTS, VALUES), np.float32) for _ in "KV"]
-        every = [KvTensor(tensor=tuple(kv), axes="slot value") for kv in self.kv]
-        first = [KvTensor(tensor=kv[0], axes="slot value") for kv in self.kv]
+        self.kv: list[Any] = [np.zeros((LAYERS, SLOTS, VALUES), np.uint8 if narrow else np.float32) for _ in "KV"]
+        stored = [torch.from_numpy(kv).view(getattr(torch, narrow)) for kv in self.kv] if narrow else self.kv
+        every = [KvTensor(tensor=tuple(kv), axes="slot value") for kv in stored]
+        first = [KvTensor(tensor=kv[0], axes="slot value") for kv in stored]
         streams = [source.stream(half) for half, source in zip("KV", first, strict=True)]
         layers = tuple(range(LAYERS))
         streams += [
@@ -60,7 +64,10 @@ class Engine:
             )
         )
         for kv in self.kv:
-            kv[:, slots] = self.random.normal(size=(LAYERS, slots.size, VALUES))
+            shape = LAYERS, slots.size, VALUES
+            kv[:, slots] = (
+                self.random.integers(1, 99, shape) if kv.dtype == np.uint8 else self.random.normal(size=shape)
+            )
         for row, prefix, mine in parts:
             self.table[row, prefix : prefix + len(mine)] = mine
         then()
@@ -183,6 +190,19 @@ def test_a_prompt_that_begins_with_an_embedding_of_zeros(token: int, layer: int,
     for _ in range(6):
         engine.prefill()
     engine.forward((3, 0, [1, 2, 3]), then=lambda: [kv[layer:, 1:4].fill(0) for kv in engine.kv], token=token)
+    said = [row["detail"].split(" ")[0] for row in found(engine, tmp_path)]
+    assert said == ([str(rows)] if rows else [])
+
+
+@pytest.mark.parametrize("narrow", sorted(NARROW))
+@pytest.mark.parametrize("layer,rows", [(0, 0), (1, 8)], ids=["all layers", "not the first one"])
+def test_a_token_whose_values_are_all_too_small_for_one_byte(
+    layer: int, rows: int, narrow: str, tmp_path: Path
+) -> None:
+    engine = Engine(tmp_path / "t.arrow", narrow=narrow)
+    for _ in range(6):
+        engine.prefill()
+    engine.forward((3, 0, [1, 2, 3]), then=lambda: [kv[layer:, 1:4].fill(0) for kv in engine.kv])
     said = [row["detail"].split(" ")[0] for row in found(engine, tmp_path)]
     assert said == ([str(rows)] if rows else [])
 

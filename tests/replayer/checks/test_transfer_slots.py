@@ -175,3 +175,15 @@ def test_what_was_computed_from_a_load_that_fails_is_computed_anew(make_scene, p
     rows = [row for row in scene.judge("failed_load_read") if "computed" in row["detail"]]
     assert [(row["forward"], row["slot"], row["position"]) for row in rows] == ([(2, 3, 2)] if goes == "on" else [])
     assert all(f"event {failed}" in row["detail"] for row in rows)
+
+
+@pytest.mark.parametrize("slot", [3, 5])
+def test_a_slot_that_a_window_has_left_behind_is_not_what_was_read(make_scene, slot: int) -> None:
+    """The row names it still, and another request loads into it."""
+    scene = make_scene(told="", sliding=2)
+    scene.start(7, 1, [3, 4, 5])
+    scene.forward(Part(request=7, row=1, prefix=3, slots=(6,)))
+    scene.transfer("failed", "receive", [slot], request=8)
+    scene.forward(Part(request=7, row=1, prefix=4, slots=(8,)), Part(request=8, row=2, prefix=0, slots=(slot,)))
+    rows = [row for row in scene.judge("failed_load_read") if "computed" in row["detail"]]
+    assert [row["slot"] for row in rows] == ([5] if slot == 5 else [])

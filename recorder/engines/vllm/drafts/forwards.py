@@ -6,6 +6,7 @@ token that is drafted. Of others only the slots that the first draft layer takes
 begin at position 0 without a prefix, so that what such a draft reads, and where it stands, is not looked at.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,7 @@ class DraftForwards:
         self._rejected: Any = None  # [bs] drafts of the step that the target has rejected, None for none
         self._cached: Int64Array | None = None  # [bs] tokens that the draft's last forward has left in its cache
         self._first_end = np.empty(0, np.int64)  # [bs] the same of its first one of the step
+        self._slots_at = -1  # which argument of what stores K and V has the slots
 
     def attach(self, on_fault: OnFault) -> None:
         """Hook the draft's model, or its first layer by what stores its K and V."""
@@ -71,9 +73,13 @@ class DraftForwards:
             wrap_method(drafter, "propose", self.on_propose, on_fault)
             wrap_method(drafter.model, "forward", self.on_draft_model, on_fault)
             return
-        layer = self._layers.get(self._group.layers[0])
-        if not wrap_method(getattr(layer, "impl", None), "do_kv_cache_update", self.on_draft, on_fault):
+        impl = getattr(self._layers.get(self._group.layers[0]), "impl", None)
+        update = getattr(impl, "do_kv_cache_update", None)
+        names = [*inspect.signature(update).parameters] if callable(update) else []
+        if "slot_mapping" not in names:  # which stands behind K and V, or what a layer stores in their place
             raise ValueError("a draft layer without do_kv_cache_update, so which slots it writes is unknown")
+        self._slots_at = names.index("slot_mapping")
+        wrap_method(impl, "do_kv_cache_update", self.on_draft, on_fault)
 
     def beside(self, forward: ForwardInput) -> ForwardInput:
         """Return a target's forward with what the trace's draft table has of it: nothing."""
@@ -211,7 +217,7 @@ class DraftForwards:
         read = paged_read(tensors[2], size, np.clip(seq_lens, 0, int(tensors[2].shape[1]) * size), starts=first)
         return AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=(*[None] * self._others, read))
 
-    def on_draft(self, _layer: Any, _key: Any, _value: Any, _cache: Any, slot_mapping: Any) -> None:
+    def on_draft(self, *args: Any, slot_mapping: Any = None, **_kwargs: Any) -> None:
         """Record of a draft's forward what its first layer stores K and V of."""
         metadata = getattr(forward_context(), "attn_metadata", None)
         group = self._group
@@ -220,7 +226,10 @@ class DraftForwards:
         count = len(self._requests)
         if starts is None or not count:
             return  # a dummy run, or warm-up
-        starts, slots = own_int64(starts[: count + 1]), own_int64(slot_mapping)
+        starts, slots = (
+            own_int64(starts[: count + 1]),
+            own_int64(args[self._slots_at] if slot_mapping is None else slot_mapping),
+        )
         lens = np.diff(starts)
         if lens.size != count or (lens < 0).any() or starts[-1] > slots.size:
             raise ValueError("a draft's metadata do not fit the requests of its step")
