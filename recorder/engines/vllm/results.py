@@ -37,11 +37,12 @@ class StepResults:
         """Record what a step sampled, now or when the engine fetches it."""
         self._external.took_result(result)
         if is_read(result):
-            self._sampled(forwards, result)
+            self.sampled(forwards, result)
         else:
-            wrap_often(result, "get_output", functools.partial(self._sampled, forwards), on_fault)
+            wrap_often(result, "get_output", functools.partial(self.sampled, forwards), on_fault)
 
-    def _sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:
+    def sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:
+        """Record the tokens of a step's result."""
         self._external.took_result(result)
         tokens = result.sampled_token_ids
         if tokens is None or not len(tokens):

@@ -13,6 +13,7 @@ from kvcanary.recorder.engines.vllm import attachment as vllm_attachment
 from kvcanary.recorder.engines.vllm.blocks import BlockHistory
 from kvcanary.recorder.engines.vllm.hooks import PROCESSES, hook_module
 from kvcanary.recorder.engines.vllm.recording import VllmRecording
+from kvcanary.recorder.engines.vllm.results import StepResults
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
@@ -91,7 +92,7 @@ def test_a_broken_engine_is_found_out(
         (VllmRecording, "before_model", True, True),
         (VllmRecording, "after_model", True, False),
         (VllmRecording, "took_result", False, False),
-        (VllmRecording, "sampled", False, True),
+        (StepResults, "sampled", False, True),
         (VllmRecording, "left", False, False),
         (BlockHistory, "record", False, True),
         (BlockHistory, "freed", False, False),

@@ -21,6 +21,7 @@ from kvcanary.recorder.engines.common import hooking
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.engines.sglang import inside as sglang_inside
 from kvcanary.recorder.engines.sglang import layout as sglang_layout
+from kvcanary.recorder.engines.sglang import opening as sglang_opening
 from kvcanary.recorder.engines.sglang import recording as sglang_recording
 from kvcanary.recorder.engines.vllm import kv as vllm_kv
 from kvcanary.recorder.engines.vllm import recording as vllm_recording
@@ -81,7 +82,7 @@ def no_kernels() -> Iterator[NoKernels]:
 
         for owner in (model_forward.Launches,):
             put(owner, "launch", lambda _, *told: kernels.launch(*told))
-        for module in (sglang_layout, sglang_recording, vllm_recording):
+        for module in (sglang_layout, sglang_opening, sglang_recording, vllm_recording):
             put(module, "on_gpu", lambda _: True)
         put(sglang_inside, "gpu_of", lambda _: here)
         put(sglang_attachment.SglangAttachment, "end_with_process", lambda _: None)

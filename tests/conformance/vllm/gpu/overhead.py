@@ -69,7 +69,7 @@ def main() -> None:
 
         for name in HOOKS:
             timed(VllmRecording, name)
-        timed(StepResults, "_sampled")
+        timed(StepResults, "sampled")
         timed(Background, "_record_waiting", time.thread_time)
     rng = random.Random(1)
     prompts = [{"prompt_token_ids": [rng.randrange(3, 500) for _ in range(PROMPT)]} for _ in range(REQUESTS)]
