@@ -35,10 +35,10 @@ class StepResults:
 
     def took(self, result: Any, forwards: StepForwards, on_fault: OnFault) -> None:
         """Record what a step sampled, now or when the engine fetches it."""
-        self._external.took_result(result)
         if is_read(result):
             self.sampled(forwards, result)
         else:
+            self._external.took_result(result)
             wrap_often(result, "get_output", functools.partial(self.sampled, forwards), on_fault)
 
     def sampled(self, forwards: StepForwards, result: Any, *_args: Any) -> None:

@@ -52,6 +52,14 @@ def test_bytes_that_are_no_aligned_rows_are_not_captured_and_that_is_said() -> N
     assert len(layout.groups[0].streams) == 1
 
 
+def test_positions_of_several_dimensions_are_said_not_to_be_read() -> None:
+    runner = ModelRunner()
+    runner.model_config.model_is_mrope = True
+    assert [(one.what, one.name) for one in SglangLayout([runner], settings()).not_watched] == [
+        ("other", "mrope_positions")
+    ]
+
+
 def test_a_pool_of_an_unknown_class_is_named_and_not_guessed() -> None:
     class PageMajorMHATokenToKVPool(MHATokenToKVPool):
         """Derived from one that is known, and laid out otherwise."""
