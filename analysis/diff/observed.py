@@ -38,7 +38,8 @@ class Observed:
         for k, group in enumerate(self._groups):
             if self._header.groups[group.index].runner != forward.runner:
                 continue
-            if forward.windows is not None and group.same_window:
+            # Of a group without a window a recorder may not have looked, and does not say so.
+            if forward.windows is not None and group.window and group.same_window:
                 reads = forward.windows[forward.windows[:, 0] == group.index]
                 self._windows(k, forward, reads[live[reads[:, 1]]])
             if forward.values is not None:

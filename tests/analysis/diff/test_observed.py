@@ -180,6 +180,13 @@ def test_a_row_of_zeros_counts_once_the_other_trace_had_seen_as_many_rows(tmp_pa
     assert (back.counts, back.first.position) == ({"values": 1}, result.first.position)
 
 
+def test_of_a_group_without_a_window_nobody_says_that_it_was_looked_at():
+    pair = CORPUS / "vllm-clean-hybrid.arrow", CORPUS / "vllm-layers_of_full_attention_get_the_window.arrow"
+    result = diff_traces(*pair)
+    assert "window" not in result.counts
+    assert (result.first.kind, result.first.b_forward, bool(result.hint)) == ("kv", 1, True)
+
+
 def test_a_nan_of_a_real_engine_is_found_where_it_was_written():
     pair = CORPUS / "vllm-clean-delta.arrow", CORPUS / "vllm-state_of_a_block_that_is_not_there_yet.arrow"
     result = diff_traces(*pair, settings=DiffSettings(kinds=frozenset({"values"})))
