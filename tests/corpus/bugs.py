@@ -32,6 +32,7 @@ ROUNDS = (
     "twenty_first_round",
     "twenty_two_round",
     "twenty_third_round",
+    "twenty_fourth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
