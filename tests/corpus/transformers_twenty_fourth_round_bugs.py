@@ -3,9 +3,7 @@
 from bugs import Fired, bug, replaces
 
 
-@bug(
-    "huggingface/transformers#48918", "llama", "shared_page_written", "page_given_twice", "req_to_token"
-)
+@bug("huggingface/transformers#48918", "llama", "shared_page_written", "page_given_twice", "req_to_token")
 def two_requests_of_one_name_have_one_table(fired: Fired) -> None:
     """A client may name its request, and what the engine keeps of a request it keeps by that name. Two requests that overlap have the same one: the second finds a table of blocks that
     is long enough, and writes its prompt into the blocks that the first is reading."""
