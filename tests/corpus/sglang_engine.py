@@ -43,6 +43,9 @@ SETUPS = {
     "llama-host": ("llama", 1, 160, False, 3, False),
     "llama-abort": ("llama", 1, 600, False, 3, False),
     "llama-session": ("llama", 1, 210, False, 4, False),
+    "llama-session-abort": ("llama", 1, 210, False, 4, False),
+    "llama-keys": ("llama", 1, 512, False, 4, False),
+    "llama-beams": ("llama", 1, 160, False, 10, False),
 }
 
 
@@ -97,7 +100,48 @@ def close_while_it_decodes() -> None:
     Scheduler.process_batch_result = then_close
 
 
-def talk(engine, tokens) -> list[list[int]]:
+def abort_while_it_decodes() -> None:
+    """Abort the second session's second turn when it has answered four tokens."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process, turns = Scheduler.process_batch_result, []
+
+    def then_abort(self, *args, **kwargs) -> None:
+        process(self, *args, **kwargs)
+        session = self.session_controller.get("second")
+        for req in self.running_batch.reqs if session is not None else ():
+            if req.session is session and req.rid not in turns:
+                turns.append(req.rid)
+            if req.session is session and len(turns) == 2 and len(req.output_ids) == 4:
+                self.abort_request(AbortReq(rid=req.rid))
+
+    Scheduler.process_batch_result = then_abort
+
+
+ABORTED_TALK = (  # how many tokens are said and answered, and in which session
+    ((30, 10, "first"), (26, 8, "second"), (20, 9)),
+    ((10, 30, "second"), (9, 12, "first"), (25, 12)),
+    ((20, 10, "second"), (12, 8, "first"), (18, 8)),
+    ((11, 9, "second"), (31, 10)),
+)
+
+
+def ask_with_keys(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
+    """Return the answers to prompts of two tenants, each of which has a key of the caller's and a salt."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    keys = [(("app", "12"), ("app1", "2"))[(i + number) % 2] for i in range(len(batch))]
+    asked = GenerateReqInput(
+        input_ids=batch,
+        sampling_params=sampling,
+        extra_key=[key for key, _ in keys],
+        cache_salt=[salt for _, salt in keys],
+    )
+    return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
+
+
+def talk(engine, tokens, rounds=()) -> list[list[int]]:
     """Return the answers of two sessions, whose turns go on where the last one ended, and of prompts beside them.
 
     The first session asks for more than there are slots, too, and is told that it cannot have it.
@@ -123,7 +167,8 @@ def talk(engine, tokens) -> list[list[int]]:
 
     return [
         answer
-        for asked in (
+        for asked in rounds
+        or (
             ((30, 10, "first"), (26, 8, "second"), (20, 9)),
             ((9, 10, "first"), (10, 30, "second"), (25, 12), (35, 8), (28, 10), (22, 14)),
             ((200, 10, "first"),),
@@ -145,7 +190,7 @@ def unpinned(create):
 
 def options_of(setup: str) -> dict:
     """Return what the engine is given for adapters, or for copies in the host's memory; put in place what they need."""
-    if setup == "llama-session":
+    if setup.startswith("llama-session"):
         return {"enable_streaming_session": True}
     if setup == "llama-lora":
         from request_kinds import LORA, load_adapters
@@ -216,6 +261,8 @@ def generate(setup: str, folder: Path) -> None:
         abort_between_chunks()
     if setup == "llama-session":
         close_while_it_decodes()
+    if setup == "llama-session-abort":
+        abort_while_it_decodes()
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -255,12 +302,15 @@ def generate(setup: str, folder: Path) -> None:
         again = [tokens(230)]
     if setup == "llama-host":
         prompts = [tokens(rng.randrange(36, 60)) for _ in range(5)]
-    outputs = talk(engine, tokens) if setup == "llama-session" else []
+    if setup == "llama-beams":  # that are asked again when others have ended
+        again = [prompts[1] + tokens(3), tokens(30), tokens(25), prompts[0][:28] + tokens(9), tokens(18)]
+    rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
+    outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
         (prompts[:2], prompts[2:4], [], prompts[4:], [])
         if setup == "llama-host"
         else ()
-        if setup == "llama-session"
+        if setup.startswith("llama-session")
         else (prompts, again)
     ):
         if setup == "llama-host" and not batch:  # goes on behind an answer, when others have taken its slots
@@ -287,6 +337,11 @@ def generate(setup: str, folder: Path) -> None:
             salts["lora_path"] = [("second", "first", None)[i % 3] for i in range(len(batch))]
         if setup == "llama-salts":
             salts["cache_salt"] = [f"tenant {i % 2 + number}" for i in range(len(batch))]
+        if setup == "llama-beams":  # every other has three beams
+            sampling = [{**one, "beam_width": 3} if i % 2 else one for i, one in enumerate(sampling)]
+        if setup == "llama-keys":
+            outputs += [o["output_ids"] for o in ask_with_keys(engine, batch, sampling, number)]
+            continue
         outputs += [o["output_ids"] for o in engine.generate(input_ids=batch, sampling_params=sampling, **salts)]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     engine.shutdown()

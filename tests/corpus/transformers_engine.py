@@ -53,6 +53,14 @@ def generate(setup: str, folder: Path) -> None:
             Request(name="a", prompt=random_prompt(3, 30), new_tokens=4),
             Request(name="b", prompt=random_prompt(3, 30), new_tokens=40),
         ]
+    if setup == "few-middle":  # one behind another, some of which have a block in common that is not their first
+        middle = random_prompt(12, 8)
+        requests = [
+            Request(name="a", prompt=random_prompt(1, 8) + middle + random_prompt(2, 3), new_tokens=6),
+            Request(name="b", prompt=random_prompt(3, 61), new_tokens=22, at_step=5),
+            Request(name="c", prompt=random_prompt(4, 8) + middle + random_prompt(5, 3), new_tokens=10, at_step=27),
+            Request(name="d", prompt=random_prompt(4, 8) + middle + random_prompt(6, 5), new_tokens=8, at_step=36),
+        ]
     path = folder / "traces" / "trace.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
     batching = {"num_blocks": 96, "max_batch_tokens": 40}
