@@ -4,24 +4,24 @@ from bugs import Fired, bug, replaces
 from vllm_marks import before_forward
 
 
-@bug("gittensor-ai-lab/sparkinfer#1071", "recurrent", "state_restored_for_other_prefix", origin="sparkinfer")
+@bug("gittensor-ai-lab/sparkinfer#1071", "delta", "state_restored_for_other_prefix", origin="sparkinfer")
 def later_part_of_a_prompt_begins_with_an_empty_state(fired: Fired) -> None:
     """The scan over a prompt's tokens begins with a state of noughts, wherever its first token stands. A prompt that comes in several parts, or behind a prefix that is there already, goes on in its attention and
     begins anew in its recurrent layers."""
-    import dataclasses
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-    import torch
-    from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
-
-    @replaces(BaseMambaAttentionMetadataBuilder, "_compute_common_metadata")
-    def _compute_common_metadata(before, builder, *args, **kwargs):
+    @replaces(GDNAttentionMetadataBuilder, "build")
+    def build(before, builder, *args, **kwargs):
         made = before(builder, *args, **kwargs)
-        said = made.has_initial_states_p
-        if said is None:
-            return made
-        if bool(said.any()):
-            fired()
-        return dataclasses.replace(made, has_initial_states_p=torch.zeros_like(said))
+        if made.num_prefills and made.has_initial_state is not None:
+            prompts = made.has_initial_state[made.num_decodes :]
+            if bool(prompts.any()):
+                fired()
+            made.has_initial_state = made.has_initial_state.clone()
+            made.has_initial_state[made.num_decodes :] = False
+            if made.prefill_has_initial_state is not None:
+                made.prefill_has_initial_state = made.has_initial_state[made.num_decodes :]
+        return made
 
 
 @bug("flashinfer-ai/flashinfer#4059", "qwen-ngram", "attention_seq_len_wrong", origin="FlashInfer")
@@ -140,7 +140,7 @@ def window_goes_round_over_what_the_prefix_cache_has(fired: Fired) -> None:
         before(manager, name, blocks, num_computed, *args, **kwargs)
 
 
-@bug("vllm-project/vllm#27414", "llama", "not_of_the_model", "computed_with_other_weights")
+@bug("vllm-project/vllm#27414", "hybrid", "not_of_the_model", "computed_with_other_weights")
 def whole_batch_is_rotated_as_its_longest_request_is(fired: Fired) -> None:
     """A model has one set of rotations for short texts and another for long ones, and which of them a step takes is asked of its highest position. When one request comes over the border, K of all others is rotated by the
     other set from then on, and so is its own: what they have in the cache was rotated by the first."""
