@@ -1,5 +1,7 @@
 """A twenty-fourth round of public bugs made anew in vLLM 0.32 on the CPU: recorded before any rule was run on them."""
 
+import itertools
+
 from bugs import Fired, bug, replaces
 from vllm_marks import before_forward
 
@@ -77,7 +79,7 @@ def decodes_beside_a_prompt_take_their_slots_from_a_list_with_gaps(fired: Fired)
     def compute_slot_mapping(before, table, num_reqs, query_start_loc, positions):
         before(table, num_reqs, query_start_loc, positions)
         starts = query_start_loc[: num_reqs + 1].tolist()
-        decodes = [first for first, end in zip(starts, starts[1:], strict=False) if end - first == 1]
+        decodes = [first for first, end in itertools.pairwise(starts) if end - first == 1]
         if len(decodes) < 2 or len(decodes) == num_reqs:
             return
         slots = table.slot_mapping.gpu
@@ -99,8 +101,8 @@ def window_goes_round_over_what_the_prefix_cache_has(fired: Fired) -> None:
     window of all layers, and those with a smaller one went round long ago: their first blocks stay in the prefix cache, and who begins like that request hits what it has written since."""
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
-    left: dict[str, list] = {}  # blocks of each request that are behind its window
-    round_: set[str] = set()  # the requests that have gone round
+    left: dict[tuple[int, str], list] = {}  # blocks of each group and request that are behind its window
+    went: set[tuple[int, str]] = set()  # those that have gone round
     over: set[int] = set()  # the blocks that were taken once more, whose keys stay
 
     @replaces(SlidingWindowManager, "_remove_blocks_in_range")
@@ -108,28 +110,28 @@ def window_goes_round_over_what_the_prefix_cache_has(fired: Fired) -> None:
         blocks = manager.req_to_blocks.get(name, [])
         for i in range(first, min(last, len(blocks))):
             if not blocks[i].is_null:
-                left.setdefault(name, []).append(blocks[i])
+                left.setdefault((id(manager), name), []).append(blocks[i])
                 blocks[i] = manager._null_block
 
     @replaces(SlidingWindowManager, "allocate_new_blocks")
     def allocate_new_blocks(before, manager, name, num_tokens, *args, **kwargs):
-        blocks, again = manager.req_to_blocks[name], []
-        while left.get(name) and len(blocks) * manager.block_size < num_tokens:
-            block = left[name].pop(0)
+        blocks, again, mine = manager.req_to_blocks[name], [], left.get((id(manager), name), [])
+        while mine and len(blocks) * manager.block_size < num_tokens:
+            block = mine.pop(0)
             blocks.append(block)
             again.append(block)
-            round_.add(name)
+            went.add((id(manager), name))
             over.add(block.block_id)
         return [*again, *before(manager, name, num_tokens, *args, **kwargs)]
 
     @replaces(SlidingWindowManager, "cache_blocks")
     def cache_blocks(before, manager, request, *args, **kwargs):
-        if request.request_id not in round_:
+        if (id(manager), request.request_id) not in went:
             before(manager, request, *args, **kwargs)
 
     @replaces(SlidingWindowManager, "pop_blocks_for_free")
     def pop_blocks_for_free(before, manager, name):
-        return [*before(manager, name), *left.pop(name, [])]
+        return [*before(manager, name), *left.pop((id(manager), name), [])]
 
     @replaces(SlidingWindowManager, "add_local_computed_blocks")
     def add_local_computed_blocks(before, manager, name, blocks, num_computed, *args, **kwargs):
