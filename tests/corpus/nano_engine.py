@@ -21,6 +21,7 @@ SETUPS = {
     "nano-chunks": (8, 28),
     "nano-turns": (8, 28),
     "nano-again": (8, 20),
+    "nano-waits": (8, 12),
 }
 
 
@@ -64,6 +65,8 @@ def generate(setup: str, folder: Path, engines: list) -> None:
         asked[0][0] = (first[:16], 20)
         asked[24] = asked[24][1:]
         asked |= {27: [(first[:16], 26)], 30: [(tokens(44), 10)], 34: [(tokens(40), 8)]}
+    if setup == "nano-waits":  # with a prompt that waits while others take what it would hit
+        asked = {0: [(first, 3)], 4: [(tokens(24), 24), (tokens(24), 30)], 8: [(first + tokens(26), 8)]}
     answers = []
     for step in range(400):
         if setup == "nano-again" and step == 20:
