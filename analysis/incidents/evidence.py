@@ -13,16 +13,19 @@ from typing import Final, NamedTuple
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
+    begins_behind_others,
     given_at_once,
     goes_on_inside,
     handed_round,
     its_own_slot,
+    left_out_of_a_prompt,
     let_in_again,
     lost_all,
     misplaced,
     of_another,
     open_transfer,
     over_its_window,
+    page_of_elsewhere,
     row_moved,
     skipped,
     still_empty,
@@ -236,7 +239,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         gone = Likely("allocation", lost.get(seen.held, (*by_others, "swa_window_off_by_one")))
         return gone if missing else Likely("table", ("stale_swa_mapping",))
     nothing = cluster.finding("padding_slot_read")
-    if nothing is not None and (cluster.wrote(nothing) or (0, 0))[1] > 0:  # its row does not name what it has written
+    # Its row does not name what it has written; of a beam that nobody knows no more is known than that it names nothing.
+    if nothing is not None and (nothing.request_id < 0 or (cluster.wrote(nothing) or (0, 0))[1] > 0):
         return Likely("table", ("req_to_token", "slot_mapping"))
     if wrote_to_padding(cluster) is not None:
         return Likely("allocation", ("page_given_twice", "commit_beyond_allocation", "double_free"))
@@ -260,6 +264,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("kv_write_lost", "bad_values_written"))
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
         return Likely(cluster.first.branch)
+    if any(left_out_of_a_prompt(cluster, s) for s in head):
+        return Likely("content", ("prefix_not_computed", "position_off"))
     if any(skipped(cluster, s) for s in head):
         return Likely("input", _POSITIONS)
     if seen.fed and not content and not kinds & _OF_SLOTS:
@@ -320,7 +326,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
 def _never_given(cluster: Cluster, seen: Evidence) -> Likely:
     """The branch of a slot that its user was never given."""
     sign = seen.sign
-    if seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign)):
+    found = seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign))
+    if found or begins_behind_others(cluster, sign) or page_of_elsewhere(cluster, sign):
         return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
     given = cluster.last(sign, "alloc")
     since = given.event if given is not None else -1

@@ -98,7 +98,7 @@ class Facts:
 
     `slots` by pool group and slot, oldest first; `statuses`, `begins`, `rewrites` by request; `named` holds, by event,
     the slots that it names, by pool group, for the events behind findings, `modes` the modes of the forwards among
-    them, `prefixes` the tokens before, by event and request. `wrote` holds where a request wrote a position of its last,
+    them, `prefixes` the tokens before, by event and request; `prompts` the requests' lengths of prompt, where told. `wrote` holds where a request wrote a position of its last,
     by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
     something was loaded from the host for a request; `landed` are those of copies behind which all lay where it was to, as
@@ -122,6 +122,7 @@ class Facts:
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)
     ahead: dict[tuple[int, int], int] = field(default_factory=dict)
+    prompts: dict[int, int] = field(default_factory=dict)
     modes: dict[int, str] = field(default_factory=dict)
     strayed: dict[tuple[int, int], int] = field(default_factory=dict)
     wrote: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))

@@ -187,6 +187,8 @@ class _Gathering(StateListener):
             self._tables.apply_changes(view)
             if view.kind == "forward":
                 self._forward(read_forward(view, self._header))
+            elif view.kind == "request":
+                self.facts.prompts[view.scalar("request_id")] = view.scalar("prompt_len")
             else:
                 self._known(read_known_event(view, self._header.groups), str(view.scalar("status")))
             if view.kind == "kv_copy":

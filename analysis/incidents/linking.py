@@ -2,7 +2,7 @@
 
 Two places belong together when they lie in one page (the unit that allocators hand out), when one request has them at
 neighbouring positions (the chain carries damage on), when one request was hit in both by the same event, or when one
-forward was fed something wrong in both. Time and causes are looked at later, when each cluster's kind is known.
+forward was fed something wrong in both, or read from no slot at all. Time and causes are looked at later, when each cluster's kind is known.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ _NEIGHBOUR: Final = 1
 _ANY: Final = 1 << 62
 # Kinds of slot numbers: those of block tables are even, those of groups behind a full-to-SWA table odd.
 _SPACES: Final = 4096
+_FED: Final = ("input_not_truth", "input_not_sampled", "padding_slot_read")
 
 
 class NamedSlots(NamedTuple):
@@ -94,8 +95,8 @@ def components(count: int, a: Int64Array, b: Int64Array) -> Int64Array:
 
 
 def _is_input(places: Places) -> BoolArray:
-    """Whether a place is about what the model was fed, `[n] bool`."""
-    kinds = [number for number, kind in enumerate(places.kinds) if kind in ("input_not_truth", "input_not_sampled")]
+    """Whether a place is about what the model was fed, or would be if a row had named a slot, `[n] bool`."""
+    kinds = [number for number, kind in enumerate(places.kinds) if kind in _FED]
     written = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
     fed = np.isin(places["what"], np.array(kinds, np.int64))
     return np.asarray(np.where(places["source"] == FINDING, fed, (places["what"] & written) != 0))

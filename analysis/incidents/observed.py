@@ -1,6 +1,6 @@
 """What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
 
-from .cluster import CONTENT, KV_HASH, POSITION, Cluster, Sign
+from .cluster import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Cluster, Sign
 from .facts import Fact
 
 
@@ -89,6 +89,14 @@ def skipped(cluster: Cluster, sign: Sign) -> bool:
     if own is not None and any(own[0] < s.event < sign.event for s in cluster.facts.retractions(sign.request_id)):
         return False
     return told and cluster.facts.left_out(sign.request_id, sign.position, sign.event) and not cluster.joined(sign)
+
+
+def left_out_of_a_prompt(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request left out a part of its prompt, and goes on in the prompt with the tokens that stand there."""
+    goes_on = cluster.facts.prefixes.get((sign.event, sign.request_id), -1)
+    mine = [other.kind for other in cluster.head if other.request_id == sign.request_id]
+    in_prompt = 0 < goes_on < cluster.facts.prompts.get(sign.request_id, -1)
+    return in_prompt and "input_not_truth" not in mine and skipped(cluster, sign)
 
 
 def wrote_to_padding(cluster: Cluster) -> tuple[Sign, int] | None:
@@ -230,3 +238,25 @@ def let_in_again(cluster: Cluster, sign: Sign) -> list[Fact]:
     back = max((s.event for s in cluster.facts.retractions(wrote.request_id) if s.event < wrote.event), default=-1)
     mine = [f for f in history[at:] if f.what == "shared" and f.request_id == wrote.request_id and f.event > back]
     return [*mine, wrote] if len(mine) > 1 else []
+
+
+def begins_behind_others(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request begins from what was computed for other tokens, behind the very beginning that it has itself."""
+    begin = cluster.facts.begins.get(sign.request_id)
+    mine = [s for s in cluster.head if s.request_id == sign.request_id]
+    alike = all(s.bits == TOKEN or s.kind == "hit_differs" for s in mine) and len({s.position for s in mine}) > 1
+    begins = begin is not None and begin.event == sign.event and begin.prefix_len > sign.position > 0
+    return begins and alike
+
+
+def page_of_elsewhere(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a whole page holds its reader's own tokens in their places, computed by another behind other tokens.
+
+    Whoever led to it looked for these tokens.
+    """
+    group = cluster.group(sign)
+    page = cluster.groups[group].page_size if 0 <= group < len(cluster.groups) else 1
+    mine = [s for s in cluster.head if s.request_id == sign.request_id and s.bits & CONTENT]
+    alone = not any(sign.position < s.position < sign.position + page for s in mine)
+    own = sign.bits == CHAIN and sign.stored_token == sign.expected_token >= 0
+    return own and alone and sign.position % page == 0 < page - 1 and sign.writer_request_id != sign.request_id

@@ -46,7 +46,7 @@ def row_ordinary(
     if complete != 0 and status[row, STATUS_EVENT] > 0 and not its_own:
         return 0
     if runner == 0 and same_request(last, row, request) == 1:
-        if complete != 0:
+        if complete != 0 or its_own:
             least = last[row, END] if last[row, VERIFY] == 0 else last[row, PREFIX] + 1
             if prefix < least:
                 return 0

@@ -75,6 +75,13 @@ class RowOwners:
         last, same = self.same(forward)
         return np.where(same, last[:, ROW_EVENT], 0)
 
+    def given(self, forward: Forward) -> BoolArray:
+        """Say for each request, `[bs] bool`, whether its row was reported to be its own, and nothing else since."""
+        inside = self.inside(forward)
+        status = self.status[np.where(inside, forward.req_pool_indices, 0)]
+        mine: BoolArray = inside & (status[:, STATUS_GIVEN] != 0) & (status[:, STATUS_REQUEST] == forward.request_ids)
+        return mine
+
     def apply_forward(self, forward: Forward) -> None:
         """Move on by a forward."""
         last, same = self.same(forward)

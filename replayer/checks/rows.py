@@ -1,6 +1,7 @@
 """Forwards that run a request on a row that is not its own, or that go back behind its last forward."""
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from ...recorder.state.history import (
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, register
 from .history import ForwardView, History
+
+# A forward that is no such may compute the same positions again and again, as diffusion models do.
+_DECODES: Final = ("decode", "target_verify")
 
 
 @register
@@ -56,8 +60,7 @@ class RowReassigned(HistoryCheck):
         forward, owners = view.forward, self.history.rows
         inside = owners.inside(forward) & (forward.request_ids >= 0)
         status = owners.status[np.where(inside, forward.req_pool_indices, 0)]
-        wrong = inside & (status[:, STATUS_EVENT] > 0)
-        wrong &= (status[:, STATUS_GIVEN] == 0) | (status[:, STATUS_REQUEST] != forward.request_ids)
+        wrong = inside & (status[:, STATUS_EVENT] > 0) & ~owners.given(forward)
         for r in np.flatnonzero(wrong).tolist():
             event, holder = int(status[r, STATUS_EVENT]), int(status[r, STATUS_REQUEST])
             row, key = int(forward.req_pool_indices[r]), (event, int(forward.request_ids[r]))
@@ -82,8 +85,8 @@ class SeqLenBackwards(HistoryCheck):
     """A target's forward starts behind the end of the request's last one without its having started over.
 
     A draft goes back to verify, and what a target-verify forward drafted and rejected was never length. If the trace does not
-    promise to report retractions, a request may start over unseen, and only two forwards that both sampled are compared: a
-    request has all its tokens when it samples.
+    promise to report retractions, a request may start over unseen: then a decode is judged whose request was reported to
+    have its row, and else only two forwards that both sampled are compared, since a request has all its tokens when it samples.
     """
 
     kind = "seq_len_backwards"
@@ -97,12 +100,12 @@ class SeqLenBackwards(HistoryCheck):
         last, same = history.rows.same(forward)
         same = same & (forward.request_ids >= 0)
         end = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
-        if history.complete:
-            least = np.where(last[:, ROW_VERIFY] == 0, last[:, ROW_END], last[:, ROW_PREFIX] + 1)
-            back = same & (forward.prefix_lens < least)
-        else:
+        least = np.where(last[:, ROW_VERIFY] == 0, last[:, ROW_END], last[:, ROW_PREFIX] + 1)
+        back = same & (forward.prefix_lens < least)
+        if not history.complete:
             sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)
-            back = same & sampled & (end < last[:, ROW_SAMPLED_END]) & (last[:, ROW_VERIFY] == 0)
+            shorter = same & sampled & (end < last[:, ROW_SAMPLED_END]) & (last[:, ROW_VERIFY] == 0)
+            back = shorter | (back & (history.rows.given(forward) if forward.mode in _DECODES else False))
         for r in np.flatnonzero(back).tolist():
             prefix = int(forward.prefix_lens[r])
             detail = f"goes on from a prefix of {prefix} to {end[r]}; its forward before went from "

@@ -3,7 +3,8 @@
 from bugs import Fired, bug, replaces
 
 
-@bug("vllm-project/vllm#18957", "nano-waits", "prefix_not_computed", origin="vLLM")
+# That its blocks are new is not seen: they have a key again before the engine is asked what it has.
+@bug("vllm-project/vllm#18957", "nano-waits", "prefix_not_computed", "tokens_truncated_hash_kept", origin="vLLM")
 def hit_is_counted_when_it_is_tried_first(fired: Fired) -> None:
     """How many tokens of a request are in the prefix cache is counted when it is tried for the first time, and that count is not forgotten when it has to go on waiting. The blocks are looked up anew when there is room, and
     some are gone by then: what is missing gets new blocks, which count as computed."""

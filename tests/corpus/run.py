@@ -33,7 +33,8 @@ load()
 
 DATA = ROOT / "data" / "corpus"
 ANSWERS = "answers.json"  # by trace: whether the bug changed what was answered
-FIRST_TRY = DATA / "held-out.json"  # by trace: what the rules said before they were mended
+# By trace: what the rules said before they were mended, and the kinds of whoever planted it, where others were found right since.
+FIRST_TRY = DATA / "held-out.json"
 PAGE = ROOT / "docs" / "results" / "real-bugs.md"
 PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv", "nano": ".venv"}
 AT_ONCE = 5  # runs a process, which imports the engine once
@@ -215,11 +216,13 @@ def first_try(held_out: list[Outcome]) -> list[str]:
     ]
     for number, (rules, note) in enumerate(ROUND_NOTES, 1):
         rows = [(o.bug, said[o.bug.trace]) for o in held_out if o.bug.held_out == number and o.bug.trace in said]
-        right = sum(row["kind"] in bug.kinds for bug, row in rows)
-        sure = sum(row["kind"] not in bug.kinds and row["score"] >= CERTAIN for bug, row in rows)
+        kinds = [tuple(row.get("kinds", bug.kinds)) for bug, row in rows]
+        is_right = [row["kind"] in mine for (_, row), mine in zip(rows, kinds, strict=True)]
+        right = sum(is_right)
+        sure = sum(not good and row["score"] >= CERTAIN for good, (_, row) in zip(is_right, rows, strict=True))
         late = sum(not 0 <= row["found"] <= row["reads"] for _, row in rows)
         mean = sum(row["incidents"] for _, row in rows) / max(1, len(rows))
-        surely = [row["kind"] in bug.kinds for bug, row in rows if row["score"] >= HIGH]
+        surely = [good for good, (_, row) in zip(is_right, rows, strict=True) if row["score"] >= HIGH]
         lines += [
             "",
             f"### Round {number}, rules of {rules}",
@@ -231,8 +234,8 @@ def first_try(held_out: list[Outcome]) -> list[str]:
             "| bug | engine | forward | kind | confidence | incidents |",
             "| --- | --- | --- | --- | ---: | ---: |",
         ]
-        for bug, row in rows:
-            kind = row["kind"] if row["kind"] in bug.kinds else f"{row['kind'] or 'nothing'}, not {bug.kinds[0]}"
+        for (bug, row), good, mine in zip(rows, is_right, kinds, strict=True):
+            kind = row["kind"] if good else f"{row['kind'] or 'nothing'}, not {mine[0]}"
             lines.append(
                 f"| {bug.tracker} {bug.name} | {bug.engine} | {row['found']} of {row['reads']} | {kind} | {row['score']:.2f} | {row['incidents']} |"
             )

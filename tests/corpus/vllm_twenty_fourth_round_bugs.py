@@ -94,6 +94,7 @@ def decodes_beside_a_prompt_take_their_slots_from_a_list_with_gaps(fired: Fired)
     "hybrid",
     "stale_prefix_hit",
     "shared_page_written",
+    "page_given_twice",
     origin="TensorRT-LLM",
 )
 def window_goes_round_over_what_the_prefix_cache_has(fired: Fired) -> None:
@@ -142,7 +143,7 @@ def window_goes_round_over_what_the_prefix_cache_has(fired: Fired) -> None:
         before(manager, name, blocks, num_computed, *args, **kwargs)
 
 
-@bug("vllm-project/vllm#27414", "hybrid", "not_of_the_model", "computed_with_other_weights")
+@bug("vllm-project/vllm#27414", "hybrid", "not_of_the_model", "computed_with_other_weights", recorded=False)
 def whole_batch_is_rotated_as_its_longest_request_is(fired: Fired) -> None:
     """A model has one set of rotations for short texts and another for long ones, and which of them a step takes is asked of its highest position. When one request comes over the border, K of all others is rotated by the
     other set from then on, and so is its own: what they have in the cache was rotated by the first."""

@@ -15,7 +15,7 @@ from ..cluster import (
 )
 from ..evidence import POSSIBLE
 from ..facts import Fact
-from ..observed import open_transfer
+from ..observed import open_transfer, page_of_elsewhere
 from .copies import NOTHING_LANDED, copy_finding
 
 _NEW_WEIGHTS = "other_weights"
@@ -87,6 +87,8 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
         starts |= wrote is not None and cluster.joined(sign, wrote[0])  # it gave back its own for what was cached
         joined = hit is not None or cluster.last(sign, "shared") is not None
         score = 0.55 + (0.25 if starts else 0) + (0.1 if joined else 0)
+        if not cluster.complete and not cluster.joined(sign):  # that its row names what its prefix does is not seen
+            score = min(score, POSSIBLE)
     found = sign.detail
     if wrong is not None:
         found = f"token {wrong.stored_token} instead of {wrong.expected_token}, written by {wrong.writer}"
@@ -98,13 +100,14 @@ def _own_tokens_of_elsewhere(cluster: Cluster) -> Diagnosis | None:
     """A cached page that holds its reader's tokens, computed behind another prompt or at another position."""
     for sign in cluster.head:
         moved = sign.bits & POSITION and not sign.bits & TOKEN and sign.stored_position >= 0
+        other = f"at position {sign.stored_position}" if moved else "behind another prompt"
+        said = f"{sign.reader} hit a cached page in {sign.when} that holds its own tokens, computed {other} by {sign.writer}: {sign.place}"
         begin = cluster.facts.begins.get(sign.request_id)
-        if cluster.window(sign) or begin is None or begin.event != sign.event:
-            continue
-        if (sign.bits == CHAIN or moved) and _as_cached(cluster, sign):
-            other = f"at position {sign.stored_position}" if moved else "behind another prompt"
-            said = f"{sign.reader} hit a cached page in {sign.when} that holds its own tokens, computed {other} by {sign.writer}: "
-            return cluster.diagnosis(0.94, said + sign.place, sign, cause=sign.event)
+        begins = begin is not None and begin.event == sign.event and not cluster.window(sign)
+        if begins and (sign.bits == CHAIN or moved) and _as_cached(cluster, sign):
+            return cluster.diagnosis(0.94, said, sign, cause=sign.event)
+        if page_of_elsewhere(cluster, sign):
+            return cluster.diagnosis(0.8, said, sign, cause=sign.event)
     return None
 
 

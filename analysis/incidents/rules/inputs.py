@@ -13,7 +13,7 @@ from ..cluster import (
     rule,
     samples_query,
 )
-from ..observed import handed_round, over_its_window, skipped
+from ..observed import handed_round, left_out_of_a_prompt, over_its_window, skipped
 
 
 @rule("a request's length went back", branch="input", aftermath=True)
@@ -58,7 +58,7 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
             said += f"{sign.writer_forward}: {sign.place}, read in {sign.when}"
             return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
     for sign in cluster.head:
-        if skipped(cluster, sign):
+        if skipped(cluster, sign) and not left_out_of_a_prompt(cluster, sign):
             ended, begins = (of[sign.event, sign.request_id] for of in (cluster.facts.ahead, cluster.facts.prefixes))
             said = f"{sign.reader} went on from position {begins} in {sign.when}, and its forward before had ended at {ended}: what "
             said += f"lies between was never computed: {sign.place}"
