@@ -33,6 +33,7 @@ ROUNDS = (
     "twenty_two_round",
     "twenty_third_round",
     "twenty_fourth_round",
+    "twenty_fifth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

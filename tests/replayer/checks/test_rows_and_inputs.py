@@ -98,6 +98,27 @@ def test_without_a_promise_only_forwards_that_sample_tell_a_length(make_scene) -
         assert [row["forward"] for row in scene.judge("seq_len_backwards")] == ([1] if sampled else [])
 
 
+@pytest.mark.parametrize("mode", ["decode", "extend"])
+def test_without_a_promise_a_decode_tells_a_length_where_the_row_was_reported(make_scene, mode: str) -> None:
+    scene = make_scene(told="")
+    scene.status(7, "admitted", 1)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5)))
+    scene.forward(Part(request=7, row=1, prefix=1, slots=(6,)), mode=mode)
+    # An extend may compute the same positions again and again, as diffusion models do.
+    assert [row["forward"] for row in scene.judge("seq_len_backwards")] == ([1] if mode == "decode" else [])
+
+
+def test_without_a_promise_starting_over_is_no_way_back(make_scene) -> None:
+    scene = make_scene(told="")
+    scene.status(7, "admitted", 1)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5)))
+    scene.status(7, "retracted", 1)
+    scene.forward(decode(7, 1, 1, 6))
+    scene.status(7, "admitted", 1)
+    scene.forward(decode(7, 1, 2, 7))
+    assert scene.judge("seq_len_backwards") == []
+
+
 def test_a_gap_forgets_lengths(scene: Scene) -> None:
     scene.start(7, 1, [3, 4, 5])
     scene.lose()
