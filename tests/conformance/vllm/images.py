@@ -2,6 +2,7 @@
 
     python tests/conformance/vllm/images.py FOLDER            # every healthy run and every fault
     python tests/conformance/vllm/images.py FOLDER --only few --seeds 3
+    python tests/conformance/vllm/images.py FOLDER --gpu v2 --at-once 8   # on a GPU, with that model runner
 
 Needs `torchvision` without its dependencies beside what `install.sh` has; of builds for another torch two operators are declared
 that nobody calls. The model is a Qwen2-VL of two layers with made-up weights: its positions have three dimensions (M-RoPE), and
@@ -14,6 +15,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +30,8 @@ HEALTHY = {
     "nocache": {"enable_prefix_caching": False, "max_num_batched_tokens": 48},
     "ngram": {"speculative_config": NGRAM},
 }
+# Of the others the decodes run in CUDA graphs on a GPU.
+EAGER = ("few-blocks", "nocache")
 # What is planted, and the kinds of incidents that are right.
 FAULTS = {
     "key": ("the prefix cache's key leaves out the images", {"identity_not_in_key"}),
@@ -45,26 +49,30 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--seeds", type=int, default=1, help="so many workloads of each healthy run")
+    parser.add_argument("--gpu", choices=("v1", "v2"), default="", help="run on a GPU, with this model runner")
+    parser.add_argument("--at-once", type=int, default=1, help="so many engines at a time")
     parser.add_argument("--run", nargs=3, metavar=("NAME", "SEED", "OUTPUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        generate(args.folder, args.run[0], int(args.run[1]), Path(args.run[2]))
+        generate(args.folder, args.run[0], int(args.run[1]), Path(args.run[2]), args.gpu)
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
-    run("make", 0, args.folder, None)
-    wrong = 0
-    for name, seed in [*((n, s) for n in HEALTHY for s in range(args.seeds)), *((n, 0) for n in FAULTS)]:
-        if args.only in name:
-            said = one(name, seed, args.folder)
-            wrong += bool(said)
-            print(f"{name} {seed}: {said or 'as it should be'}", flush=True)
-    return int(wrong > 0)
+    run("make", 0, args.folder, None, args.gpu)
+    # The V2 runner makes positions and slots in kernels of its own, which these faults do not reach.
+    faults = [name for name in FAULTS if args.gpu != "v2" or name == "key"]
+    runs = [*((name, seed) for name in HEALTHY for seed in range(args.seeds)), *((name, 0) for name in faults)]
+    runs = [(name, seed) for name, seed in runs if args.only in name]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        said = list(pool.map(lambda one_of: one(*one_of, args.folder, args.gpu), runs))
+    for (name, seed), wrong in zip(runs, said, strict=True):
+        print(f"{args.gpu or 'cpu'} {name} {seed}: {wrong or 'as it should be'}", flush=True)
+    return int(any(said))
 
 
-def one(name: str, seed: int, folder: Path) -> str:
+def one(name: str, seed: int, folder: Path, gpu: str) -> str:
     """Run once, or of what is healthy once more without the recorder; return what is not as it should be."""
     traces = folder / f"{name}-{seed}"
-    ended = run(name, seed, folder, traces)
+    ended = run(name, seed, folder, traces, gpu)
     if ended:
         return f"the engine ended with {ended}"
     command = [sys.executable, "-c", "from kvcanary.cli import replay_main; replay_main()", "--json"]
@@ -73,7 +81,7 @@ def one(name: str, seed: int, folder: Path) -> str:
     if ran.returncode not in (0, 1):
         return ran.stderr[-300:]
     if name in HEALTHY:
-        run(name, seed, folder, None)
+        run(name, seed, folder, None, gpu)
         recorded, plain = (folder / f"{name}-{seed}{what}.json" for what in ("", "-unrecorded"))
         same = recorded.read_text() == plain.read_text()
         return (
@@ -90,12 +98,13 @@ def one(name: str, seed: int, folder: Path) -> str:
     return "" if kinds and kinds[0] in FAULTS[name][1] else f"not found: {kinds} {told.stderr[-200:]}"
 
 
-def run(name: str, seed: int, folder: Path, traces: Path | None) -> int:
+def run(name: str, seed: int, folder: Path, traces: Path | None, gpu: str) -> int:
     """Run this file in a process of its own, recorded if there is a folder for traces; return its exit status."""
     from engine import ENVIRONMENT
 
     told = f"{name}-{seed}{'' if traces else '-unrecorded'}"
-    environment = {**os.environ, **ENVIRONMENT, **({"KVCANARY_TRACE": str(traces)} if traces else {})}
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": str(int(gpu == "v2"))}
+    environment |= {"KVCANARY_TRACE": str(traces)} if traces else {}
     stand_in = folder / "stand-in"
     stand_in.mkdir(exist_ok=True)
     # vLLM looks at a model in processes of its own, which import torchvision, too.
@@ -105,6 +114,7 @@ def run(name: str, seed: int, folder: Path, traces: Path | None) -> int:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(stand_in), os.environ.get("PYTHONPATH"))))
     with (folder / f"{told}.log").open("w") as log:
         command = [sys.executable, __file__, str(folder), "--run", name, str(seed), str(folder / f"{told}.json")]
+        command += ["--gpu", gpu] if gpu else []
         return subprocess.run(
             command, stdout=log, stderr=log, env=environment, timeout=PATIENCE_S, check=False
         ).returncode
@@ -219,7 +229,7 @@ def plant(fault: str) -> None:
         BlockTable.compute_slot_mapping = compute
 
 
-def generate(folder: Path, name: str, seed: int, output: Path) -> None:
+def generate(folder: Path, name: str, seed: int, output: Path, gpu: str) -> None:
     """Start the engine, generate from prompts with images, three times, and shut it down."""
     declare()
     if name == "make":
@@ -229,9 +239,14 @@ def generate(folder: Path, name: str, seed: int, output: Path) -> None:
 
     plant(name)
     settings = {"max_model_len": 288, "max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 96}
+    where = {"dtype": "float32", "enforce_eager": True}
+    if gpu:
+        where = {"dtype": "bfloat16", "gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28}
+        graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+        where |= {"enforce_eager": True} if name in EAGER else graphs
     llm = LLM(
-        model=str(folder / "model"), load_format="dummy", enforce_eager=True, block_size=32, dtype="float32", seed=0,
-        limit_mm_per_prompt={"image": 2, "video": 0}, **{**settings, **HEALTHY.get(name, {})},
+        model=str(folder / "model"), load_format="dummy", block_size=32, seed=0,
+        limit_mm_per_prompt={"image": 2, "video": 0}, **{**settings, **where, **HEALTHY.get(name, {})},
     )  # fmt: skip
     rng, outputs = random.Random(seed), []
     for _ in range(3):
