@@ -36,6 +36,9 @@ _MANY_TOKENS: Final = 3
 _MANY_SHARE: Final = 0.1
 _FEW_SLOTS: Final = 32
 _MOST_SLOTS: Final = 1 << 16
+# Where so many of the numbers that were written are those of the token before, tokens differ by less than others can tell.
+_SAME_NUMBERS: Final = 0.25
+_NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class _InputCheck(HistoryCheck):
@@ -217,7 +220,8 @@ class WriteLost(HistoryCheck):
     nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights
     that each rank draws alike): bytes that the token has in another slot, or is written with to another in the same batch
     of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
-    bytes, which tell none from another then (of random weights V may be little but its bias); unknown tokens (-1), slots of zeros
+    bytes, which tell none from another then (of random weights V may be little but its bias); K that stayed where V changed in few
+    of its numbers, and the other way round; unknown tokens (-1), slots of zeros
     (of 8-bit floats of -0, too), slots that nobody has written in this trace.
     """
 
@@ -268,11 +272,13 @@ class WriteLost(HistoryCheck):
         if not len(other):
             return []
         stale = np.zeros((len(left), len(other)), np.bool_)
+        hardly = np.zeros(len(other), np.bool_)
         for same, before, after, stream in zip(stale, pool.kv, left, streams, strict=True):
             rows = before[at[other]]
             filled = (rows & np.uint8(127 if stream.dtype.startswith("float8") else 255)).any(axis=1)  # not -0 alone
             same[:] = (rows == after[other]).all(axis=1) & filled
-        some = np.flatnonzero(stale.any(axis=0))
+            hardly |= ~same & filled & _hardly_changed(rows, after[other], stream)
+        some = np.flatnonzero(stale.any(axis=0) & ~hardly)
         if len(some):
             kept = [
                 n for n in some.tolist() if not self._is_its_own(view, group, left, stale[:, n], streams, int(other[n]))
@@ -365,6 +371,15 @@ class WriteLost(HistoryCheck):
             if changed:
                 return True
         return False
+
+
+def _hardly_changed(before: ByteArray, after: ByteArray, stream: KvStream) -> BoolArray:
+    """Say of each row of two `[n, bytes]` whether a good part of its numbers stayed; of numbers that are not known never."""
+    size = _NUMBER_BYTES.get(stream.dtype, 0)
+    if not size or before.shape[1] % size:
+        return np.zeros(len(before), np.bool_)
+    stayed = (before == after).reshape(len(before), -1, size).all(axis=2)
+    return np.asarray(stayed.mean(axis=1) >= _SAME_NUMBERS)
 
 
 def _alike(rows: ByteArray, tokens: Int64Array) -> float:

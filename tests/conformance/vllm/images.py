@@ -105,13 +105,12 @@ def run(name: str, seed: int, folder: Path, traces: Path | None, gpu: str) -> in
     told = f"{name}-{seed}{'' if traces else '-unrecorded'}"
     environment = {**os.environ, **ENVIRONMENT, "VLLM_USE_V2_MODEL_RUNNER": str(int(gpu == "v2"))}
     environment |= {"KVCANARY_TRACE": str(traces)} if traces else {}
-    stand_in = folder / "stand-in"
-    stand_in.mkdir(exist_ok=True)
-    # vLLM looks at a model in processes of its own, which import torchvision, too.
-    (stand_in / "sitecustomize.py").write_text(
-        f"import sys; sys.path.append({str(HERE)!r})\nimport images; images.declare()\n"
-    )
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(stand_in), os.environ.get("PYTHONPATH"))))
+    if not gpu:  # vLLM looks at a model in processes of its own, which import torchvision, too
+        stand_in = folder / "stand-in"
+        stand_in.mkdir(exist_ok=True)
+        text = f"import sys; sys.path.append({str(HERE)!r})\nimport images; images.declare()\n"
+        (stand_in / "sitecustomize.py").write_text(text)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(stand_in), os.environ.get("PYTHONPATH"))))
     with (folder / f"{told}.log").open("w") as log:
         command = [sys.executable, __file__, str(folder), "--run", name, str(seed), str(folder / f"{told}.json")]
         command += ["--gpu", gpu] if gpu else []
@@ -121,14 +120,16 @@ def run(name: str, seed: int, folder: Path, traces: Path | None, gpu: str) -> in
 
 
 def declare() -> None:
-    """Declare the operators of torchvision that its own modules look for, if they are not there."""
+    """Declare the operators that torchvision's own modules look for, where its build is for another torch."""
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    kept.append(library)
+        kept.append(library)
 
 
 kept: list[object] = []  # a library's definitions go with it
