@@ -3,6 +3,8 @@
     python tests/conformance/vllm/images.py FOLDER            # every healthy run and every fault
     python tests/conformance/vllm/images.py FOLDER --only few --seeds 3
     python tests/conformance/vllm/images.py FOLDER --gpu v2 --at-once 8   # on a GPU, with that model runner
+    python tests/conformance/vllm/images.py FOLDER --gpu v2 --engines     # there: only the engines
+    python tests/conformance/vllm/images.py FOLDER --gpu v2 --judge       # of what they left, on any machine
 
 Needs `torchvision` without its dependencies beside what `install.sh` has; of builds for another torch two operators are declared
 that nobody calls. The model is a Qwen2-VL of two layers with made-up weights: its positions have three dimensions (M-RoPE), and
@@ -51,49 +53,63 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="so many workloads of each healthy run")
     parser.add_argument("--gpu", choices=("v1", "v2"), default="", help="run on a GPU, with this model runner")
     parser.add_argument("--at-once", type=int, default=1, help="so many engines at a time")
+    parser.add_argument("--engines", action="store_true", help="run the engines, and replay nothing")
+    parser.add_argument(
+        "--judge", action="store_true", help="replay what engines have left in the folder, and run none"
+    )
     parser.add_argument("--run", nargs=3, metavar=("NAME", "SEED", "OUTPUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         generate(args.folder, args.run[0], int(args.run[1]), Path(args.run[2]), args.gpu)
         return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
-    run("make", 0, args.folder, None, args.gpu)
     # The V2 runner makes positions and slots in kernels of its own, which these faults do not reach.
     faults = [name for name in FAULTS if args.gpu != "v2" or name == "key"]
     runs = [*((name, seed) for name in HEALTHY for seed in range(args.seeds)), *((name, 0) for name in faults)]
     runs = [(name, seed) for name, seed in runs if args.only in name]
-    with ThreadPoolExecutor(args.at_once) as pool:
-        said = list(pool.map(lambda one_of: one(*one_of, args.folder, args.gpu), runs))
-    for (name, seed), wrong in zip(runs, said, strict=True):
+    if not args.judge:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        run("make", 0, args.folder, None, args.gpu)
+        with ThreadPoolExecutor(args.at_once) as pool:
+            list(pool.map(lambda one: run_both(*one, args.folder, args.gpu), runs))
+    said = [] if args.engines else [judged(name, seed, args.folder) for name, seed in runs]
+    for (name, seed), wrong in zip(runs, said, strict=False):
         print(f"{args.gpu or 'cpu'} {name} {seed}: {wrong or 'as it should be'}", flush=True)
     return int(any(said))
 
 
-def one(name: str, seed: int, folder: Path, gpu: str) -> str:
-    """Run once, or of what is healthy once more without the recorder; return what is not as it should be."""
+def run_both(name: str, seed: int, folder: Path, gpu: str) -> None:
+    """Run once, and what is healthy once more without the recorder."""
+    for traces in (folder / f"{name}-{seed}", *([None] if name in HEALTHY else [])):
+        run(name, seed, folder, traces, gpu)
+
+
+def judged(name: str, seed: int, folder: Path) -> str:
+    """Return what is not as it should be of a run."""
     traces = folder / f"{name}-{seed}"
-    ended = run(name, seed, folder, traces, gpu)
-    if ended:
-        return f"the engine ended with {ended}"
+    recorded, plain = (folder / f"{name}-{seed}{what}.json" for what in ("", "-unrecorded"))
+    if not recorded.exists():
+        return f"the engine ended early: {recorded.with_suffix('.log')}"
     command = [sys.executable, "-c", "from kvcanary.cli import replay_main; replay_main()", "--json"]
     command += ["--report", str(traces / "report"), *map(str, traces.glob("*.arrow"))]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode not in (0, 1):
         return ran.stderr[-300:]
     if name in HEALTHY:
-        run(name, seed, folder, None, gpu)
-        recorded, plain = (folder / f"{name}-{seed}{what}.json" for what in ("", "-unrecorded"))
-        same = recorded.read_text() == plain.read_text()
+        same = plain.exists() and recorded.read_text() == plain.read_text()
         return (
             ""
             if same and not ran.returncode
             else f"replay {ran.returncode}, the tokens are {'' if same else 'not '}the same"
         )
-    find = "from kvcanary.cli import main; main()"
-    told = subprocess.run(
-        [sys.executable, "-c", find, "incidents", str(traces / "report"), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    find = [
+        sys.executable,
+        "-c",
+        "from kvcanary.cli import main; main()",
+        "incidents",
+        str(traces / "report"),
+        "--json",
+    ]
+    told = subprocess.run(find, capture_output=True, text=True, check=False)
     kinds = [incident["kind"] for incident in json.loads(told.stdout)["incidents"]] if not told.returncode else []
     return "" if kinds and kinds[0] in FAULTS[name][1] else f"not found: {kinds} {told.stderr[-200:]}"
 
