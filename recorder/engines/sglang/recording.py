@@ -96,7 +96,8 @@ class SglangRecording:
         self._inside = inside if self._capture is not None and inside.watches(self.target) else None
         # Of a forward that is to be recorded inside its model: what records it from outside, until the model is called.
         self._outside: Callable[[], Any] | None = None
-        self._weights = 0  # how often they have been changed
+        self._weights = 0  # how often they have been changed,
+        self._weights_known = True  # and whether the last time succeeded: else nobody knows what they are
         self.reqs: list[Any] = []
         self.beam_tail: Any = None  # of the batch that runs: what says that its last rows are beams
         self.members: list[str] = []  # and whose
@@ -295,12 +296,12 @@ class SglangRecording:
     def _say(self, known: SglangRequest) -> None:
         said: dict[str, Any] = {"prompt_len": len(known.req.origin_input_ids), "room": room_of(known.req)}
         known.weights = self._weights
-        identity = identity_of(known.req, self._weights)
+        identity = identity_of(known.req, self._weights if self._weights_known else None)
         self.recorder.request(request_id=known.request_id, name=known.req.rid, **said, identity=identity)
 
-    def new_weights(self) -> None:
+    def new_weights(self, *, succeeded: bool) -> None:
         """Record that the model has other weights; requests that run go on with them, those that wait begin with them."""
-        self._weights += 1
+        self._weights, self._weights_known = self._weights + 1, succeeded
         for known in self.requests.running():
             self._say(known)
 

@@ -41,14 +41,15 @@ def row_of(req: Any) -> int:
     return -1 if row is None else int(row)
 
 
-def identity_of(req: Any, weights: int) -> list[IdentityValue]:
-    """Return what a request's KV depends on beside its tokens; `weights` counts how often they have been changed.
+def identity_of(req: Any, weights: int | None) -> list[IdentityValue]:
+    """Return what a request's KV depends on beside its tokens; `weights` counts how often they have been changed, None for unknown.
 
     What SGLang's own key of its prefix cache says, with the LoRA adapter by itself, and the hashes of media.
     """
     adapter, media = getattr(req, "lora_id", None) or "", getattr(req, "multimodal_inputs", None)
     salt = (getattr(req, "extra_key", None) or "").removesuffix(adapter), getattr(req, "cache_salt", None) or ""
-    values = [("adapter", adapter), ("salt", str(salt) if any(salt) else ""), ("weights", str(weights))]
+    values = [("adapter", adapter), ("salt", str(salt) if any(salt) else "")]
+    values += [] if weights is None else [("weights", str(weights))]
     found = [IdentityValue(kind, value) for kind, value in values]
     items = [item for item in getattr(media, "mm_items", None) or () if item is not None]
     places = [(item, getattr(item, "hash", None), getattr(item, "offsets", None)) for item in items]

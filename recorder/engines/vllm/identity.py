@@ -65,6 +65,7 @@ class Identities:
         self._requests = requests
         self._say = say
         self._model = 0  # how often weights were loaded into the model since the recording began
+        self._known = True  # whether the last time succeeded: one that failed half-way leaves nobody knows what
         self._said = 0
         self._adapters: dict[int, str] = {}  # by an adapter's number, what it was loaded with last
         self._paths: dict[int, str] = {}  # and where it comes from
@@ -130,13 +131,10 @@ class Identities:
         ]
 
     def on_weights(self, *_args: Any, **_kwargs: Any) -> Finish:
-        """Take note of weights that are loaded into the model: what is computed from now on is of others.
-
-        Of a load that failed nobody knows whether it changed any.
-        """
+        """Take note of weights that are loaded into the model: what is computed from now on is of others."""
 
         def loaded(_: Any, error: BaseException | None) -> None:
-            self._model += int(error is None)
+            self._model, self._known = self._model + 1, error is None
 
         return loaded
 
@@ -161,7 +159,8 @@ class Identities:
             one._replace(value=self._valued(known.adapter, one.value)) if one.kind == "adapter" else one
             for one in known.declared
         ]
-        known.identity.append(IdentityValue("weights", str(self._model)))
+        if self._known:
+            known.identity.append(IdentityValue("weights", str(self._model)))
         self._say(known)
 
     def _valued(self, number: int, path: str) -> str:

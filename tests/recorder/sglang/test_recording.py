@@ -257,6 +257,7 @@ def test_an_allocation_that_raises_is_a_loss_and_the_rest_is_recorded(
         ({"extra_key": "ab"}, {"extra_key": "ab", "lora_id": "b"}, 0, 1),  # a salt "ab", and a salt "a" of adapter "b"
         ({"cache_salt": "a"}, {}, 0, 1),
         ({}, {}, 1, 1),
+        ({}, {}, -1, 0),  # that could not be loaded: nobody knows what is there now
     ],
 )
 def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
@@ -269,8 +270,8 @@ def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
     for request, said in zip(requests, (first, second), strict=True):
         vars(request).update(said)
     scheduler.step(requests[:1])
-    for _ in range(updates):
-        attachment.on_weights()((True, "updated"), None)
+    for _ in range(abs(updates)):
+        attachment.on_weights()((updates > 0, "said"), None)
     scheduler.rows.alloc(requests[1:])
     requests[1].cached = 4
     table = runner.req_to_token_pool.req_to_token
