@@ -32,6 +32,7 @@ SETUPS = {
     "llama-page16": ("llama", 16, 512, False, 3, False),
     "llama-page4-small": ("llama", 4, 160, False, 3, False),
     "llama-no-tree": ("llama", 1, 160, False, 3, False),
+    "hybrid-uneven-no-tree": ("mellum_hybrid", 1, 512, False, 4, False),
     "hybrid-no-tree": ("mellum_hybrid", 1, 512, False, 4, False),
     "llama-salts": ("llama", 1, 512, False, 4, False),
     "llama-mixed": ("llama", 1, 512, False, 4, False),
@@ -46,6 +47,9 @@ SETUPS = {
     "llama-session-abort": ("llama", 1, 210, False, 4, False),
     "llama-keys": ("llama", 1, 512, False, 4, False),
     "llama-beams": ("llama", 1, 160, False, 10, False),
+    "llama-once-more": ("llama", 1, 120, False, 3, False),
+    "llama-thinks": ("llama", 1, 512, False, 4, False),
+    "llama-host-parts": ("llama", 1, 160, False, 3, False),
 }
 
 
@@ -127,6 +131,21 @@ ABORTED_TALK = (  # how many tokens are said and answered, and in which session
 )
 
 
+def tell_layers_apart() -> None:
+    """Give each layer weights of its own; weights that are made up are the same for all layers."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    load = ModelRunner.load_model
+
+    def then_scale(self, *args, **kwargs) -> None:
+        load(self, *args, **kwargs)
+        for number, layer in enumerate(self.model.model.layers):
+            for weight in layer.parameters():
+                weight.data.mul_(1 + number)
+
+    ModelRunner.load_model = then_scale
+
+
 def ask_with_keys(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
     """Return the answers to prompts of two tenants, each of which has a key of the caller's and a salt."""
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -202,7 +221,7 @@ def options_of(setup: str) -> dict:
             setattr(torch, name, unpinned(getattr(torch, name)))
         torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
         return LORA
-    if setup == "llama-host":
+    if setup.startswith("llama-host"):
         from host_cache import stand_in
 
         stand_in()
@@ -255,6 +274,8 @@ def generate(setup: str, folder: Path) -> None:
         setup == "hybrid-turns"
     ):  # without a bug this attention needs slots that its sliding pool does not have, and ends
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
+    if "uneven" in setup:
+        tell_layers_apart()
     if setup == "llama-flush":
         ask_for_flushes()
     if setup == "llama-abort":
@@ -300,21 +321,28 @@ def generate(setup: str, folder: Path) -> None:
         again = [prompt + tokens(5) for prompt in prompts[:4]]
     if setup == "llama-flush":  # of eight chunks, alone
         again = [tokens(230)]
-    if setup == "llama-host":
+    if setup.startswith("llama-host"):
         prompts = [tokens(rng.randrange(36, 60)) for _ in range(5)]
+    if setup == "llama-once-more":  # the last one again, which goes on for longer than those beside it
+        again = [prompts[4], tokens(30), tokens(28), tokens(26), tokens(24)]
     if setup == "llama-beams":  # that are asked again when others have ended
         again = [prompts[1] + tokens(3), tokens(30), tokens(25), prompts[0][:28] + tokens(9), tokens(18)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
         (prompts[:2], prompts[2:4], [], prompts[4:], [])
-        if setup == "llama-host"
+        if setup.startswith("llama-host")
         else ()
         if setup.startswith("llama-session")
         else (prompts, again)
     ):
-        if setup == "llama-host" and not batch:  # goes on behind an answer, when others have taken its slots
-            batch = [prompts[i] + outputs[i] + tokens(4) for i in ((0,) if number == 2 else (1, 2))]
+        if setup == "llama-host-parts" and number in (2, 3):  # goes on inside a prompt that has left, before others
+            batch = [prompts[0][:20] + tokens(6)] if number == 2 else [*prompts[4:], tokens(40)]
+        if setup.startswith("llama-host") and not batch:  # goes on behind an answer, when others have taken its slots
+            batch = [
+                prompts[i] + outputs[i] + tokens(4)
+                for i in ((0,) if number == 2 or setup == "llama-host-parts" else (1, 2))
+            ]
         if number and setup == "llama-weights":
             import torch
 
@@ -324,9 +352,13 @@ def generate(setup: str, folder: Path) -> None:
             assert done, said
         if number and setup == "hybrid-turns":  # goes on inside an answer that was longer than the window
             batch = [prompts[0] + outputs[0][:24] + tokens(5), prompts[3] + outputs[3][:20] + tokens(7)]
+        if number and setup == "llama-thinks":  # goes on behind answers, without what was thought first
+            batch = [prompts[i] + outputs[i][4:] + tokens(6) for i in (0, 3, 1)]
         sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
         if setup == "hybrid-turns":
             sampling = [{**one, "max_new_tokens": 40} for one in sampling]
+        if number and setup == "llama-once-more":
+            sampling[0]["max_new_tokens"] = 40
         salts = {}
         if setup == "llama-lora":
             if number:  # another adapter by the name of one that was unloaded

@@ -53,6 +53,12 @@ def generate(setup: str, folder: Path) -> None:
             Request(name="a", prompt=random_prompt(3, 30), new_tokens=4),
             Request(name="b", prompt=random_prompt(3, 30), new_tokens=40),
         ]
+    if setup == "pair":  # with two that have a prefix in common and come at the same time
+        pair = random_prompt(12, 24)
+        requests += [
+            Request(name="h", prompt=pair + random_prompt(13, 4), new_tokens=12, at_step=20),
+            Request(name="i", prompt=pair + random_prompt(14, 5), new_tokens=12, at_step=20),
+        ]
     if setup == "few-middle":  # one behind another, some of which have a block in common that is not their first
         middle = random_prompt(12, 8)
         requests = [
