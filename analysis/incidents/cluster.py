@@ -67,6 +67,7 @@ class Sign:
     writer_forward: int = -1
     writer_request_id: int = -1
     writer_request: str = ""
+    last_forward: int = -1  # of a violation
     detail: str = ""
     cause: str = ""
     evidence: tuple[int, ...] = ()
@@ -201,6 +202,11 @@ class Cluster:
         return self.facts.header is not None and bool(self.facts.header.slot_history)
 
     @property
+    def tells_shares(self) -> bool:
+        """Whether it says who joins slots, and what the prefix cache is given."""
+        return self.complete or self.facts.shares_told
+
+    @property
     def groups(self) -> tuple[PoolGroup, ...]:
         """The header's pool groups; none without a trace."""
         return self.facts.header.groups if self.facts.header is not None else ()
@@ -237,12 +243,34 @@ class Cluster:
     def last(self, sign: Sign, *whats: str, before: int | None = None) -> Fact | None:
         """Return the last of certain things that happened to a sign's slot, up to its event."""
         upto = sign.event if before is None else before - 1
-        facts = self.facts.of(self.group(sign), sign.slot, upto=upto)
-        return next((fact for fact in reversed(facts) if fact.what in whats), None)
+        facts = (fact for fact in reversed(self.history(sign)) if fact.event <= upto)
+        return next((fact for fact in facts if fact.what in whats), None)
 
     def history(self, sign: Sign) -> list[Fact]:
         """Return what happened to a sign's slot up to its event."""
-        return self.facts.of(self.group(sign), sign.slot, upto=sign.event)
+        facts = self.facts.of(self.group(sign), sign.slot, upto=sign.event)
+        joined = self._began_with(sign, facts)
+        return facts if joined is None else sorted([*facts, joined], key=lambda fact: fact.event)
+
+    def _began_with(self, sign: Sign, facts: Sequence[Fact]) -> Fact | None:
+        """Return how a request came to a slot that it began with, where nobody tells who shares slots: by its row's entry.
+
+        It is the entry that it began with if nothing has been written over it since. What stands at another position than the
+        request has it at was no hit, unless it came there later.
+        """
+        begin = self.facts.begins.get(sign.request_id)
+        if self.tells_shares or not self.allocations_told or begin is None or self.is_sliding(sign):
+            return None
+        if not begin.event <= sign.event or not 0 <= sign.position < begin.prefix_len:
+            return None
+        later = any(fact.event > begin.event and fact.what in ("free", "evict") for fact in facts)
+        change = self.rewrite_of(sign)
+        known = any(fact.request_id == sign.request_id and fact.what in ("alloc", "shared") for fact in facts)
+        if known or (change is not None and change.event > begin.event) or (sign.bits & POSITION and not later):
+            return None
+        if self.facts.retracted_before(sign.request_id, sign.event):
+            return None
+        return Fact(event=begin.event, what="shared", request_id=sign.request_id)
 
     def filled_between(self, sign: Sign, first: int, last: int, *whats: str) -> bool:
         """Whether certain things happened to a sign's slot between two events."""

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
-    begins_behind_others,
+    filled_while_read,
     given_at_once,
     goes_on_inside,
     handed_round,
@@ -153,6 +153,7 @@ def _held(cluster: Cluster, sign: Sign) -> Held:
             )
             held = (Held.TWICE if twice else Held.OWN) if mine else Held.GIVEN_ANEW if holds else held
             holder, free = fact.request_id, False
+            gone &= cluster.tells_shares  # else the cache may have been given it since
         elif fact.what == "shared" and mine:
             held = Held.JOINED_GONE if gone or free else Held.JOINED
         elif fact.what in ("cached", "loaded", "received", "copied"):
@@ -279,6 +280,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("shared_page_written", "req_to_token"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
+    if seen.held is Held.JOINED_GONE and filled_while_read(cluster, sign):
+        return Likely("content", ("hit_before_written", "stale_prefix_hit"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":
         if seen.retracted and seen.enough and seen.held in (Held.GAVE_UP, Held.FREED):
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))
@@ -327,7 +330,7 @@ def _never_given(cluster: Cluster, seen: Evidence) -> Likely:
     """The branch of a slot that its user was never given."""
     sign = seen.sign
     found = seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign))
-    if found or begins_behind_others(cluster, sign) or page_of_elsewhere(cluster, sign):
+    if found or page_of_elsewhere(cluster, sign):
         return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
     given = cluster.last(sign, "alloc")
     since = given.event if given is not None else -1
@@ -375,6 +378,8 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
     if not wrote:
         return Likely("write", _BYTES)
     if wrote[-1] == sign.request_id and seen.held is Held.OWN and not any(fact.what == "alloc" for fact in since):
+        if foreign is not None and cluster.complete and not cluster.enough(foreign):  # it was lent its own once more
+            return Likely("allocation", ("page_given_twice", "eviction_of_locked_page", "free_too_early"))
         return Likely("table", ("req_to_token", "slot_mapping", "page_given_twice"))
     if foreign is not None and not cluster.was_given(foreign):
         if cluster.enough(foreign):

@@ -268,6 +268,7 @@ class _Gathering(StateListener):
             sign = -1 if what == "free" else 1
             self.facts.given[request_id] += [(self._event, part.group, sign * len(part.slots)) for part in parts]
         self.facts.frees_of_nobody |= what == "free" and request_id == NOBODY
+        self.facts.shares_told |= what == "shared"
         for part in parts:
             self._note_slots(part.group, part.slots, what, request_id)
 

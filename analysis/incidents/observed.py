@@ -1,6 +1,6 @@
 """What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
 
-from .cluster import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Cluster, Sign
+from .cluster import CHAIN, CONTENT, KV_HASH, POSITION, Cluster, Sign
 from .facts import Fact
 
 
@@ -58,6 +58,10 @@ def its_own_slot(cluster: Cluster, sign: Sign) -> Sign | None:
             own = given is not None and given.request_id == sign.request_id
             if own and cluster.wrote(other) == (sign.event, sign.slot) and other.slot != sign.slot:
                 return other
+        left_empty = other.kind == "hit_never_written" and other.cause == "never_written" and other.event > sign.event
+        mine = (other.request_id, cluster.group(other)) == (sign.request_id, cluster.group(sign))
+        if left_empty and mine and 0 <= other.position - sign.position < sign.count and cluster.was_given(other):
+            return other
     return None
 
 
@@ -240,15 +244,6 @@ def let_in_again(cluster: Cluster, sign: Sign) -> list[Fact]:
     return [*mine, wrote] if len(mine) > 1 else []
 
 
-def begins_behind_others(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a request begins from what was computed for other tokens, behind the very beginning that it has itself."""
-    begin = cluster.facts.begins.get(sign.request_id)
-    mine = [s for s in cluster.head if s.request_id == sign.request_id]
-    alike = all(s.bits == TOKEN or s.kind == "hit_differs" for s in mine) and len({s.position for s in mine}) > 1
-    begins = begin is not None and begin.event == sign.event and begin.prefix_len > sign.position > 0
-    return begins and alike
-
-
 def page_of_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     """Whether a whole page holds its reader's own tokens in their places, computed by another behind other tokens.
 
@@ -260,3 +255,12 @@ def page_of_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     alone = not any(sign.position < s.position < sign.position + page for s in mine)
     own = sign.bits == CHAIN and sign.stored_token == sign.expected_token >= 0
     return own and alone and sign.position % page == 0 < page - 1 and sign.writer_request_id != sign.request_id
+
+
+def filled_while_read(cluster: Cluster, sign: Sign) -> bool:
+    """Whether another request of the forward wrote, in a slot that a sign's request reads, just what belongs there: it came too late."""
+    mine = [s for s in cluster.head if (s.request_id, s.event) == (sign.request_id, sign.event)]
+    at_once = any(s.kind == "hit_never_written" and s.cause == "same_forward" for s in mine)
+    goes_on = any(s.request_id == sign.request_id and s.event > sign.event for s in cluster.signs)
+    wrong = [s for s in mine if s.bits & CONTENT]
+    return at_once and goes_on and bool(wrong) and all(s.last_forward == s.forward for s in wrong)

@@ -29,7 +29,7 @@ _BOTH: Final = {name: name for name in ("event", "forward", "runner", "group", "
 }
 _WRITER: Final = ("writer_event", "writer_forward", "writer_request_id", "writer_request")
 _FIELDS: Final = {
-    "violations": {name: name for name in ("mode", "stored_token", "expected_token", *_WRITER)}
+    "violations": {name: name for name in ("mode", "stored_token", "expected_token", "last_forward", *_WRITER)}
     | {"bits": "fail_reason_bits", "position": "expected_position", "stored_position": "position"},
     "findings": {name: name for name in ("kind", "position", "count", "detail", "evidence", "cause", "expected_token")}
     | {"stored_token": "token"},

@@ -179,6 +179,8 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
         if gone is None or any(f.what in ("cached", "shared", "loaded", "received", "copied") for f in since):
             continue
         other = next((f for f in since if f.what == "alloc" and f.request_id != sign.request_id), None)
+        if other is not None and not cluster.tells_shares:  # who may have left it to the cache
+            continue
         said = f"{sign.reader} joined {sign.place} as a cached prefix in event {mine[-1].event}, which the cache had given up in "
         said += f"event {gone.event}" + (f" and which was given to another in event {other.event}" if other else "")
         return cluster.diagnosis(0.94, said, sign, gone.event, mine[-1].event, cause=mine[-1].event)

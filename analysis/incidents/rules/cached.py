@@ -15,7 +15,7 @@ from ..cluster import (
 )
 from ..evidence import POSSIBLE
 from ..facts import Fact
-from ..observed import open_transfer, page_of_elsewhere
+from ..observed import filled_while_read, open_transfer, page_of_elsewhere
 from .copies import NOTHING_LANDED, copy_finding
 
 _NEW_WEIGHTS = "other_weights"
@@ -28,6 +28,9 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
     """A page is in the prefix cache while its forward has yet to write it. (V#38715)"""
     for sign in cluster.head:
         cached, given = cluster.last(sign, "cached"), cluster.last(sign, "alloc")
+        if cluster.joined(sign) and filled_while_read(cluster, sign):
+            said = f"{sign.reader} began in {sign.when} with {sign.place}, which another request of the forward was to fill, and did: "
+            return cluster.diagnosis(0.85, f"{said}{sign.differs}", sign, cause=sign.event)
         if cluster.has_trace and (cached is None or given is None or cached.event < given.event):
             continue
         prefilling = sign.mode in _PREFILL_MODES
