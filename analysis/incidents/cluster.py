@@ -253,20 +253,19 @@ class Cluster:
         return facts if joined is None else sorted([*facts, joined], key=lambda fact: fact.event)
 
     def _began_with(self, sign: Sign, facts: Sequence[Fact]) -> Fact | None:
-        """Return how a request came to a slot that it began with, where nobody tells who shares slots: by its row's entry.
+        """Return how a request came to a slot that it began with, where nobody tells who shares slots: its row was filled with it.
 
-        It is the entry that it began with if nothing has been written over it since. What stands at another position than the
-        request has it at was no hit, unless it came there later.
+        What stands at another position than the request has it at was no hit, unless it came there later.
         """
         begin = self.facts.begins.get(sign.request_id)
-        if self.tells_shares or not self.allocations_told or begin is None or self.is_sliding(sign):
+        if self.tells_shares or begin is None or self.is_sliding(sign) or sign.position >= begin.prefix_len:
             return None
-        if not begin.event <= sign.event or not 0 <= sign.position < begin.prefix_len:
-            return None
-        later = any(fact.event > begin.event and fact.what in ("free", "evict") for fact in facts)
+        filled = any(start <= sign.position < end for start, end in begin.filled)
         change = self.rewrite_of(sign)
+        filled &= begin.event <= sign.event and (change is None or change.event <= begin.event)
+        later = any(fact.event > begin.event and fact.what in ("free", "evict") for fact in facts)
         known = any(fact.request_id == sign.request_id and fact.what in ("alloc", "shared") for fact in facts)
-        if known or (change is not None and change.event > begin.event) or (sign.bits & POSITION and not later):
+        if not filled or known or (sign.bits & POSITION and not later):
             return None
         if self.facts.retracted_before(sign.request_id, sign.event):
             return None

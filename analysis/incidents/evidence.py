@@ -329,7 +329,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
 def _never_given(cluster: Cluster, seen: Evidence) -> Likely:
     """The branch of a slot that its user was never given."""
     sign = seen.sign
-    found = seen.same_place and not seen.enough and (seen.rewritten or _begins_at(cluster, sign))
+    found = seen.same_place and not seen.enough and seen.rewritten
     if found or page_of_elsewhere(cluster, sign):
         return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
     given = cluster.last(sign, "alloc")
@@ -349,14 +349,6 @@ def _never_given(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.enough or seen.rewritten or not cluster.complete:
         return Likely("table", ("req_to_token", "slot_mapping", "row_reassigned_in_flight"))
     return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))
-
-
-def _begins_at(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a request begins from slots, a sign's among them, that its row was filled with, and nobody has to say whose they are."""
-    begin = cluster.facts.begins.get(sign.request_id)
-    if cluster.complete or begin is None or begin.event != sign.event or begin.prefix_len <= sign.position:
-        return False
-    return any(start <= sign.position < end for start, end in begin.filled)
 
 
 def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:

@@ -87,6 +87,9 @@ class StateSlots:
         before, after = self._chains(forward, truth)
         ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
         written: dict[tuple[int, int], int] = {}
+        left: dict[
+            tuple[int, int], dict[int, int]
+        ] = {}  # by pool and hash, of each request: the slot in which it was left
         for pool, op, request, source, slot, old, new in forward.recurrent.tolist():
             slots = self.slots[pool]
             if op == CLEAR:
@@ -122,11 +125,35 @@ class StateSlots:
                     self._misread.append(Misread(pool, request, shown, cause, row.copy()))
                 request_id = int(forward.request_ids[request])
                 slots[slot] = forward.event + 1, request_id, int(ends[request]), int(after[request]), new
+                if slot >= 0:
+                    left.setdefault((pool, new), {})[request] = slot
             if forward.failed:  # how far it came, nobody knows
                 slots[slot] = 0
+        if forward.mode not in ("target_verify", "idle") and not forward.failed:
+            for (pool, found), of in left.items():
+                self._misread += self._as_anothers(forward, pool, found, of)
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.chains))
         self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]
+
+    def _as_anothers(self, forward: Forward, pool: int, found: int, left: dict[int, int]) -> list[Misread]:
+        """Return the requests of a forward in whose slots it `left` the same bytes, though they end with different tokens.
+
+        What a token of its own has brought into each is lost in one of them. Where states are seldom anything but the same,
+        as of zeros, that says nothing: others must be seen that differ, and none that have these bytes, too.
+        """
+        hashes = self.slots[pool][:, STATE_HASH]
+        others = np.setdiff1d(hashes, [0, found, self.cleared[pool, 0], self._header.states[pool].zeros])
+        nothing = found in (0, self.cleared[pool, 0], self._header.states[pool].zeros)
+        if len(left) < 2 or nothing or len(others) < 2 or int((hashes == found).sum()) != len({*left.values()}):
+            return []
+        ends = np.cumsum(np.maximum(forward.extend_lens, 0))
+        last = {r: int(forward.input_ids[int(ends[r]) - 1]) for r in left if 0 < ends[r] <= len(forward.input_ids)}
+        if len(last) < len(left) or UNKNOWN_TOKEN in last.values() or len({*last.values()}) < len(left):
+            return []
+        requests = [*left]
+        pairs = zip(requests, requests[1:] + requests[:1], strict=True)
+        return [Misread(pool, r, left[r], "as_anothers", self.slots[pool][left[other]].copy()) for r, other in pairs]
 
     def _held(self, pool: int, slot: int) -> Int64Array:
         """Return a slot's row; of padding's one that says so."""

@@ -17,6 +17,7 @@ SAID: Final = {  # by cause
     "padding": "it is padding's, which is nobody's",
     "cleared": "its bytes are those of a slot that was zeroed, and nobody was seen to fill it",
     "left_as_it_was": "the forward left it as it was, with another token computed",
+    "as_anothers": "the forward left the same bytes in it as for another request, which ends with another token",
     "not_zeroed": "it has no tokens yet, and its bytes are not zeros",
     "begun_anew": "it began with no state",
     "same_forward": "another request of the forward writes it, too",
@@ -26,7 +27,7 @@ SAID: Final = {  # by cause
 @register
 class StateDiffers(HistoryCheck):
     """A request goes on from a state slot that holds another prefix, another position, or other bytes than were left there, or
-    leaves it as it was.
+    leaves it as it was, or as it leaves another's that ends with another token.
 
     What a slot holds is known by what filled it: a forward, a copy of another slot, or zeros. A slot that nobody was seen to
     fill is judged by its bytes alone: they may be those of a zeroed slot, if no forward has left such; a chain in which a token

@@ -34,6 +34,7 @@ ROUNDS = (
     "twenty_third_round",
     "twenty_fourth_round",
     "twenty_fifth_round",
+    "twenty_sixth_round",
 )
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]

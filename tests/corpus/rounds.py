@@ -166,4 +166,12 @@ ROUND_NOTES = (
             "be told from (`hit_is_counted_when_it_is_tried_first`); both count as wrong in this round, and not in the table."
         ),
     ),
+    (
+        "598dbfe8",
+        (
+            "One more is not in what is recorded there: K and V of the last layer alone, by another layer's weights, of tokens that are not "
+            "computed again where the same bytes are looked at (found clean). A state that is another request's was found clean, too, since "
+            "slots and sources were right; the same bytes behind different tokens are looked for now."
+        ),
+    ),
 )

@@ -69,7 +69,12 @@ def copy_is_acknowledged_to_the_half_of_a_node(fired: Fired) -> None:
 
 
 @bug(
-    "vllm-project/vllm#54975", "hybrid-uneven-no-tree", "not_of_the_model", "computed_with_other_weights", origin="vLLM"
+    "vllm-project/vllm#54975",
+    "hybrid-uneven-no-tree",
+    "not_of_the_model",
+    "computed_with_other_weights",
+    origin="vLLM",
+    recorded=False,
 )
 def weights_fetched_ahead_go_over_those_of_a_layer_to_come(fired: Fired) -> None:
     """Layers whose weights lie on the host take turns in two buffers, and when one has run the weights of the layer two further on are fetched. Behind the last one that count begins

@@ -138,7 +138,7 @@ def state_restored_for_other_prefix(cluster: Cluster) -> Diagnosis | None:
     """
     sign = cluster.finding("state_differs")
     words = "{0.reader} read recurrent state that is not its own in {0.when}: it {0.detail}"
-    if sign is not None and sign.cause == "left_as_it_was":
+    if sign is not None and sign.cause in ("left_as_it_was", "as_anothers"):
         words = "what {0.reader} computed in {0.when} is not in its recurrent state: it {0.detail}"
     return cluster.said_by("state_differs", words)
 
