@@ -140,6 +140,9 @@ class SglangLayout:
         if getattr(runner.model_config, "model_is_mrope", False):
             reason = "its model is fed positions of several dimensions; the batch's own are recorded"
             self.not_watched.append(NotWatched(what="other", name="mrope_positions", reason=reason))
+        if not draft and getattr(runner.server_args, "dllm_algorithm", None):
+            reason = "a diffusion's steps settle tokens of the blocks that they are fed"
+            self.not_watched.append(NotWatched(what="other", name="sampled tokens", reason=reason))
         found = state_pool(runner, index)
         if isinstance(found, NotWatched):
             self.not_watched.append(found)

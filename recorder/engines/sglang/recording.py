@@ -164,8 +164,8 @@ class SglangRecording:
                 self._outside = functools.partial(self._on_host, batch, layout, known)
             else:
                 self._on_host(batch, layout, known)
-        if layout.sampled:
-            self.results.last_target = (number, known)
+        if layout.sampled:  # a diffusion's step settles tokens that it was fed: none of them stands behind those
+            self.results.last_target = None if batch.forward_mode.name == "DLLM_EXTEND" else (number, known)
 
     def _leave_out(self, layout: RunnerLayout, batch: Any) -> None:
         """Record no forward over a tree of drafts, and that it fills slots."""

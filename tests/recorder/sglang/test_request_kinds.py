@@ -18,6 +18,7 @@ from kvcanary.replayer.run.settings import ReplaySettings
 
 from .fake_engine import (
     SLOTS,
+    Batch,
     ForwardBatch,
     MHATokenToKVPool,
     ModelRunner,
@@ -193,3 +194,34 @@ def test_the_rest_is_recorded_beside_a_pool_of_an_unknown_class(attached: Any) -
     assert (summary.violations, summary.findings, summary.verified) == (0, 0, 0)
     assert summary.verdict.value == "inconclusive"  # nothing else of this engine holds a slot
     assert {view.kind for view in events} >= {"forward", "sample", "status", "request"}
+
+
+def test_what_a_step_of_diffusion_settles_is_no_sample_behind_it(attached: Any) -> None:
+    """A block's last forward is fed what it settles, and the next block begins with masks."""
+    runner, request = ModelRunner(), Request("diffused", [5], new_tokens=7)
+    runner.server_args.dllm_algorithm = "LowConfidence"
+    scheduler = Scheduler(runner, TokenToKVPoolAllocator(SLOTS - 1, 1))
+    scheduler.rows.alloc([request])
+    given = scheduler.token_to_kv_pool_allocator.alloc(4)
+    for start, block in ((0, [5, 0]), (2, [90, 90])):  # 0 is what the runner makes of 0
+        slots, row = given[start : start + 2], torch.tensor([request.req_pool_idx])
+        scheduler.rows.req_to_token[row, torch.arange(2) + start] = slots.int()
+        fields = {
+            "forward_mode": SimpleNamespace(name="DLLM_EXTEND"),
+            "req_pool_indices": row,
+            "seq_lens": torch.tensor([start + 2]),
+            "extend_prefix_lens": torch.tensor([start]),
+            "extend_seq_lens": torch.tensor([2]),
+            "input_ids": torch.tensor(block),
+            "positions": torch.arange(2) + start,
+            "out_cache_loc": slots,
+            "ends": torch.tensor([2]),
+            "spec_info": None,
+        }
+        batch = Batch([request], fields)
+        scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+    summary, told = judged(attached)
+    assert len(request.output_ids) == 2
+    assert [event for event in told if event.kind == "sample"] == []
+    assert (summary.verdict.value, summary.findings) == ("clean", 0)
+    assert [entry.name for entry in summary.header.not_watched if "settle" in entry.reason] == ["sampled tokens"]
