@@ -8,7 +8,7 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
-from .cluster import CONTENT, KV_HASH, Diagnosis, request_query, slot_query
+from .cluster import Diagnosis, request_query, slot_query
 from .evidence import CERTAIN
 from .facts import Facts
 from .linking import kind_of
@@ -16,6 +16,7 @@ from .places import FINDING, VIOLATION, Places, count_rows
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
 from .schema import MAX_LISTED
+from .sign import CONTENT, KV_HASH
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 _HIGH_FROM: Final = 0.8

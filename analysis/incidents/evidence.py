@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, NamedTuple
 
-from .cluster import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Cluster, Diagnosis, Sign
+from .cluster import Cluster, Diagnosis
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
     filled_while_read,
@@ -36,6 +36,7 @@ from .observed import (
     written_past_its_row,
     wrote_to_padding,
 )
+from .sign import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
 
 # No kind is said with this or more that another one could be as well.
 CERTAIN: Final = 0.7

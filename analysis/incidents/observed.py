@@ -1,7 +1,8 @@
 """What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
 
-from .cluster import CHAIN, CONTENT, KV_HASH, POSITION, Cluster, Sign
+from .cluster import Cluster
 from .facts import Fact
+from .sign import CHAIN, CONTENT, KV_HASH, POSITION, Sign
 
 
 def twice_in_batch(cluster: Cluster) -> bool:

@@ -12,11 +12,12 @@ import pyarrow as pa
 
 from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import ADDED_COLUMNS, uncounted
-from .cluster import Cluster, Diagnosis, Sign
+from .cluster import Cluster, Diagnosis
 from .evidence import Likely, branch_of, evidence_of, judged_again, left_open
 from .facts import Facts
 from .places import FINDING, Places, count_rows, open_parquet, require_columns
 from .rules import RULES
+from .sign import Sign
 
 # Clusters past these are not judged one by one; they go with a judged one of the same signs.
 MAX_CLUSTERS: Final = 256

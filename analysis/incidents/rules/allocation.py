@@ -1,9 +1,10 @@
 """What went wrong with who holds which slot."""
 
-from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
+from ..cluster import Cluster, Diagnosis, rule
 from ..evidence import POSSIBLE, REMAINS
 from ..facts import Fact
 from ..observed import wrote_to_padding
+from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
 _EVICTED = ("read_after_free", "read_of_foreign_slot", "hit_never_written", "foreign_slot_freed", "hit_differs")

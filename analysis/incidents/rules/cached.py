@@ -1,21 +1,10 @@
 """What went wrong with content that a request did not compute itself: cached, loaded, or sent by another engine."""
 
-from ..cluster import (
-    CHAIN,
-    CONTENT,
-    KV_HASH,
-    POSITION,
-    TOKEN,
-    Cluster,
-    Diagnosis,
-    Sign,
-    request_query,
-    rule,
-    slot_query,
-)
+from ..cluster import Cluster, Diagnosis, request_query, rule, slot_query
 from ..evidence import POSSIBLE
 from ..facts import Fact
 from ..observed import filled_while_read, open_transfer, page_of_elsewhere
+from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
 from .copies import NOTHING_LANDED, copy_finding
 
 _NEW_WEIGHTS = "other_weights"

@@ -2,8 +2,9 @@
 
 from typing import Final
 
-from ..cluster import CONTENT, Cluster, Diagnosis, Sign, rule
+from ..cluster import Cluster, Diagnosis, rule
 from ..evidence import POSSIBLE
+from ..sign import CONTENT, Sign
 
 NOTHING_LANDED: Final = ("nothing_landed", "not_landed_here")
 EITHER: Final = POSSIBLE - 0.05  # of a load that failed, or went where it was stored from

@@ -1,19 +1,8 @@
 """What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
-from ..cluster import (
-    POSITION,
-    TOKEN,
-    WRITE_POSITION,
-    WRITE_TOKEN,
-    Cluster,
-    Diagnosis,
-    Sign,
-    events_query,
-    request_query,
-    rule,
-    samples_query,
-)
+from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, samples_query
 from ..observed import handed_round, left_out_of_a_prompt, over_its_window, skipped
+from ..sign import POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
 
 
 @rule("a request's length went back", branch="input", aftermath=True)

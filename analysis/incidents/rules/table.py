@@ -1,7 +1,8 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
-from ..cluster import CONTENT, Cluster, Diagnosis, events_query, request_query, rule, slot_query
+from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, slot_query
 from ..observed import at_the_edge, its_own_slot, lost_all, misplaced, taken_from_behind, twice_in_batch
+from ..sign import CONTENT
 from .allocation import lower_edge, named_twice, own_free
 
 

@@ -1,8 +1,9 @@
 """What went wrong with where tokens were written, and with padding."""
 
-from ..cluster import CONTENT, KV_HASH, WRITE_POSITION, Cluster, Diagnosis, Sign, events_query, rule
+from ..cluster import Cluster, Diagnosis, events_query, rule
 from ..facts import Fact
 from ..observed import its_own_slot, let_in_again, over_its_own, went_elsewhere, written_past_its_row
+from ..sign import CONTENT, KV_HASH, WRITE_POSITION, Sign
 from .allocation import own_free
 
 

@@ -4,10 +4,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from kvcanary.analysis.incidents.cluster import POSITION, TOKEN, Cluster, Sign
+from kvcanary.analysis.incidents.cluster import Cluster
 from kvcanary.analysis.incidents.evidence import Held, branch_of, evidence_of
 from kvcanary.analysis.incidents.facts import Begin, Fact, Facts, Rewrite, SlotFacts
 from kvcanary.analysis.incidents.ranking import rank
+from kvcanary.analysis.incidents.sign import POSITION, TOKEN, Sign
 
 READER, OTHER, EVENT = 7, 8, 60
 GROUP = SimpleNamespace(name="kv", lut=-1, runner=0, page_size=8, window=0, num_slots=225, table=0, rows=8)

@@ -6,13 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kvcanary.analysis.incidents.cluster import TOKEN, Cluster, Sign
+from kvcanary.analysis.incidents.cluster import Cluster
 from kvcanary.analysis.incidents.evidence import Likely, evidence_of, left_open
 from kvcanary.analysis.incidents.facts import FACTS_A_SLOT, Fact, Facts, SlotFacts
 from kvcanary.analysis.incidents.finding import find_incidents, read_incidents, write_incidents
 from kvcanary.analysis.incidents.linking import components, page_nodes
 from kvcanary.analysis.incidents.observed import went_elsewhere
 from kvcanary.analysis.incidents.places import read_places
+from kvcanary.analysis.incidents.sign import TOKEN, Sign
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.trace.header import PoolGroup, TraceHeader
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS

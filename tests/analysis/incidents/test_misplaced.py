@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from kvcanary.analysis.incidents.cluster import POSITION, Sign
 from kvcanary.analysis.incidents.observed import misplaced
+from kvcanary.analysis.incidents.sign import POSITION, Sign
 
 
 @pytest.mark.parametrize(("request_id", "found"), [(7, 2), (-1, 0)])

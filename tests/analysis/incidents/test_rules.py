@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis import build_store, open_report
 from kvcanary.analysis.incidents import gathering
-from kvcanary.analysis.incidents.cluster import BRANCHES, Cluster
+from kvcanary.analysis.incidents.cluster import Cluster
 from kvcanary.analysis.incidents.finding import find_incidents, write_incidents
 from kvcanary.analysis.incidents.rules import RULES, UNKNOWN
+from kvcanary.analysis.incidents.sign import BRANCHES
 from kvcanary.analysis.store.sources import find_sources
 
 from .conftest import replay_all
