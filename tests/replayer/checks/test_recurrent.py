@@ -233,7 +233,31 @@ def repeated(scene: Scene) -> None:
     scene.forward(Part(request=1, row=1, prefix=6, slots=(9, 10), state=1), leaves=5)
 
 
+def alike(scene: Scene) -> None:
+    """Two prompts of two tokens each are computed together, and one's state is left for both."""
+    healthy(scene)
+    scene.forward(
+        Part(request=2, row=2, prefix=0, slots=(6, 7), state=2),
+        Part(request=3, row=3, prefix=0, slots=(10, 11), state=3),
+    )
+
+
+def alike_and_so_they_end(scene: Scene) -> None:
+    """Prompts that end alike may have one state, as that of a short convolution."""
+    scene.token(3)[1] = scene.token(1)[1]
+    alike(scene)
+
+
+def alike_as_all_are(scene: Scene) -> None:
+    """Where no state is seen that differs, as of zeros, equal ones say nothing."""
+    scene.forward(
+        Part(request=1, row=1, prefix=0, slots=(1, 2), state=1),
+        Part(request=3, row=3, prefix=0, slots=(10, 11), state=3),
+    )
+
+
 FAULTS = {
+    alike: [("as_anothers", 2, 3), ("as_anothers", 3, 2)],
     wrong_checkpoint: [("other_prefix", 2, 3)],
     late_checkpoint: [("other_position", 2, 1)],
     freed_early: [("other_prefix", 1, 3)],
@@ -279,6 +303,8 @@ def test_a_state_that_is_not_the_readers_own_is_found(act: Callable[[Scene], obj
         failed,
         lost,
         repeated,
+        alike_and_so_they_end,
+        alike_as_all_are,
         saved_by_a_forward_that_failed,
         lambda scene: hit(
             saves(scene, tokens=1)
