@@ -21,7 +21,7 @@ from ...recorder.trace.schema import (
     SLOTS_LISTED,
 )
 from ..checks.check import HistoryCheck
-from ..checks.oracle import OracleToken
+from ..checks.inputs import OracleToken
 from ..executors.executors import make_executor, make_pass
 from ..model.model_bytes import ModelBytes
 from ..report.report import Results

@@ -1,4 +1,4 @@
-"""Tokens that the model is fed and that are not the request's, and bytes that a forward leaves and that are not the token's."""
+"""Bytes that a forward leaves and that are not the token's: another token's, or others than the model handed over."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -7,19 +7,6 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN, UNKNOWN_TOKEN
-from ...kernels.tokens import contradicting
-from ...recorder.state.forward import BatchTokens, Forward
-from ...recorder.state.history import (
-    ROW_END,
-    ROW_EVENT,
-    ROW_REQUEST,
-    SAMPLE_EVENT,
-    SAMPLE_FORWARD,
-    SAMPLE_POSITION,
-    SAMPLE_REQUEST,
-    SAMPLE_TOKEN,
-)
-from ...recorder.state.tables import look_up
 from ...recorder.state.writes import stays
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
@@ -29,7 +16,6 @@ from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
 
-_MOST_TOKENS: Final = 1 << 20  # kept of requests that were put back and wait
 # Bytes that so many tokens have, in such a share of slots, of which there are as many at least and are looked at at most, tell none
 # from another.
 _MANY_TOKENS: Final = 3
@@ -39,176 +25,6 @@ _MOST_SLOTS: Final = 1 << 16
 # Where so many of the numbers that were written are those of the token before, tokens differ by less than others can tell.
 _SAME_NUMBERS: Final = 0.25
 _NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-class _InputCheck(HistoryCheck):
-    def of_inputs(
-        self,
-        forward: Forward,
-        tokens: BatchTokens,
-        wrong: BoolArray,
-        expected: Int64Array,
-        *,
-        last: Int64Array | None = None,
-        before: Int64Array | None = None,
-    ) -> Iterator[Finding]:
-        """Find each token that is wrong, `[tokens] bool`.
-
-        `expected` `[tokens] int64` is what belongs there; `last` are the rows of what was sampled, None if nothing was;
-        `before` `[tokens] int64` is where that is known of the time before the request was put back: the event + 1.
-        """
-        for token in np.flatnonzero(wrong).tolist():
-            fed, right, events = int(forward.input_ids[token]), int(expected[token]), []
-            detail = f"was fed token {fed}, the scheduler has {right} there"
-            if before is not None and before[token]:
-                has = f"had {right} there" if right != UNKNOWN_TOKEN else "has none there, and had one"
-                detail = f"was fed token {fed}, the scheduler {has} before the request was put back"
-                events = [int(before[token]) - 1]
-            if last is not None:
-                detail = f"was fed token {fed}, forward {last[token, SAMPLE_FORWARD]} sampled {right} for it"
-                events = [int(last[token, SAMPLE_EVENT]) - 1]
-            yield self.of_request(
-                forward,
-                int(tokens.request[token]),
-                detail,
-                position=int(tokens.position[token]),
-                slot=int(forward.out_cache_loc[0][token]) if forward.out_cache_loc else -1,
-                events=events,
-                cause=Cause(token=fed, expected_token=right),
-            )
-
-
-@register
-class InputNotSampled(_InputCheck):
-    """The model is fed a token that was not sampled: sampled(t) != input(t + 1).
-
-    No special sampler and no truth tokens are needed. A request that starts over is fed the same tokens again and so still
-    agrees. Drafts are not samples, so only the target runner is judged; what a target-verify forward accepts is judged by
-    the truth tokens instead; an unknown token (-1), fed or sampled, is compared with nothing.
-    """
-
-    kind = "input_not_sampled"
-    finds = "the model was fed another token than the one sampled for that position"
-    covered = Covered.COMPILED
-    events = frozenset({"sample"})
-
-    def forward(self, view: ForwardView) -> Iterator[Finding]:
-        if view.forward.runner == 0 and len(view.forward.req_pool_indices):
-            yield from self._judge(view.forward, self.history.tokens(view))
-
-    def event(self, view: EventView) -> Iterator[Finding]:
-        """Find each token that arrives late and that a later forward was fed wrongly."""
-        for fed in self.history.fed_since:
-            yield from self._judge(fed.forward, fed.tokens, only=view.number)
-
-    def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> Iterator[Finding]:
-        """Compare what a forward was fed with what was sampled: all of it, or what event `only` reported."""
-        known = self.history.samples.last
-        rows = forward.req_pool_indices[tokens.request]
-        inside = (rows > 0) & (rows < len(known))
-        last = known[np.where(inside, rows, 0)]
-        due = inside & (last[:, SAMPLE_EVENT] > 0) & (last[:, SAMPLE_REQUEST] == forward.request_ids[tokens.request])
-        due &= last[:, SAMPLE_POSITION] == tokens.position
-        if only >= 0:
-            due &= last[:, SAMPLE_EVENT] == only + 1
-        fed, sampled = forward.input_ids[: len(rows)], last[:, SAMPLE_TOKEN]
-        due &= (fed != UNKNOWN_TOKEN) & (sampled != UNKNOWN_TOKEN)
-        return self.of_inputs(forward, tokens, due & (fed != sampled), sampled, last=last)
-
-
-@register
-class InputNotTruth(_InputCheck):
-    """The model is fed a token that the scheduler does not have at that position (the next one for an EAGLE draft).
-
-    The canary's own token check sees the same only when a later forward reads the slot. Positions past what the scheduler
-    has committed and unknown tokens (-1) are not compared, and of a token beyond 32 bits only those bits. A request that was
-    put back is fed again what the scheduler had then, and the scheduler has it still: one that lost it is no witness.
-    """
-
-    kind = "input_not_truth"
-    finds = "the model was fed a token that the scheduler does not have at that position"
-    covered = Covered.COMPILED  # which stops where a request is put back, and where it runs again
-    events = frozenset({"keyframe", "status"})
-
-    def __init__(self, history: History) -> None:
-        super().__init__(history)
-        self._put_back: dict[int, tuple[int, Int64Array]] = {}  # by request: the event, and the tokens of its positions
-        self._batch: TraceBatch | None = None
-        self._first = 0  # the first event that may be looked at again
-
-    def forward(self, view: ForwardView) -> Iterator[Finding]:
-        forward, truth = view.forward, view.tables.truth
-        if truth is None or forward.truth_lens is None:
-            return
-        tokens = self.history.tokens(view)
-        rows = forward.req_pool_indices[tokens.request]
-        at = tokens.position + self.history.header.runners[forward.runner].token_offset
-        stands, known = look_up(truth, rows, at)
-        expected = np.where(known & (at < forward.truth_lens[tokens.request]), stands, UNKNOWN_TOKEN)
-        wrong, before = contradicting(expected, forward.input_ids[: len(at)]), np.zeros(len(at), np.int64)
-        if self._put_back and forward.runner == 0:
-            had = np.full(len(at), UNKNOWN_TOKEN, np.int64)
-            for r in np.flatnonzero(forward.req_pool_indices > 0).tolist():
-                self._fed_again(forward, r, np.flatnonzero(tokens.request == r), at, had, before)
-            gone = (had != UNKNOWN_TOKEN) & (at >= forward.truth_lens[tokens.request])
-            other = (contradicting(had, forward.input_ids[: len(at)]) | gone) & ~wrong
-            expected = np.where(other, np.where(gone, UNKNOWN_TOKEN, had), expected)
-            wrong, before = wrong | other, np.where(other, before, 0)
-        yield from self.of_inputs(forward, tokens, wrong, expected, before=before)
-
-    def event(self, view: EventView) -> list[Finding]:
-        """Keep the tokens of a request that is put back, and forget those of one that ends; no keyframe holds them."""
-        if view.kind == "keyframe":
-            self.forget()
-            self._first = view.number
-            return []
-        request = int(view.scalar("request_id"))
-        if view.scalar("status") == "retracted":
-            self._keep(view, request)
-        elif view.scalar("status") != "admitted":
-            self._put_back.pop(request, None)
-        return []
-
-    def batch(self, batch: TraceBatch) -> None:
-        self._batch = batch  # the next one may begin by putting a request back
-
-    def requests_reported(self) -> set[int]:
-        return super().requests_reported() | set(self._put_back)
-
-    def forget(self) -> None:
-        super().forget()
-        self._put_back.clear()
-
-    def _keep(self, view: EventView, request: int) -> None:
-        """Keep the truth of the positions that a request has computed, as far as its last forward said that it is told."""
-        self._put_back.pop(request, None)
-        tables, last = self.history.tables, self.history.rows.last[0]
-        truth = None if tables is None else tables.truth
-        mine = np.flatnonzero((last[:, ROW_EVENT] > self._first) & (last[:, ROW_REQUEST] == request))
-        if truth is None or not len(mine):
-            return
-        row = int(mine[np.argmax(last[mine, ROW_EVENT])])
-        event, end = int(last[row, ROW_EVENT]) - 1, int(last[row, ROW_END])
-        batch = view.batch if event >= view.batch.first_event else self._batch
-        if batch is None or not batch.first_event <= event < batch.first_event + batch.num_events:
-            return
-        ran = batch.event(event - batch.first_event)
-        lens = ran.ints("truth_lens")[ran.ints("req_pool_indices") == row]
-        if len(lens) == 1 and row < len(truth):
-            self._put_back[request] = view.number, truth[row, : min(end, int(lens[0]))].astype(np.int64)
-        while sum(len(tokens) for _, tokens in self._put_back.values()) > _MOST_TOKENS:
-            del self._put_back[next(iter(self._put_back))]
-
-    def _fed_again(
-        self, forward: Forward, r: int, mine: Int64Array, at: Int64Array, had: Int64Array, before: Int64Array
-    ) -> None:
-        """Put what request r, if it was put back, had where its tokens `mine` are into `had`; it is forgotten behind the last."""
-        request = int(forward.request_ids[r])
-        event, kept = self._put_back.get(request, (0, had[:0]))
-        mine = mine[(at[mine] >= 0) & (at[mine] < len(kept))]
-        had[mine], before[mine] = kept[at[mine]], event + 1
-        if forward.prefix_lens[r] + max(int(forward.extend_lens[r]), 0) >= len(kept):
-            self._put_back.pop(request, None)
 
 
 @register
