@@ -128,7 +128,8 @@ class Cluster:
         return facts if joined is None else sorted([*facts, joined], key=lambda fact: fact.event)
 
     def _began_with(self, sign: Sign, facts: Sequence[Fact]) -> Fact | None:
-        """Return how a request came to a slot that it began with, where nobody tells who shares slots: its row was filled with it.
+        """Return how a request came to a slot that it began with, where nobody tells who shares slots: its row was filled with it,
+        or it was given no row, and so goes on with one that another turn of its session has left.
 
         What stands at another position than the request has it at was no hit, unless it came there later.
         """
@@ -136,6 +137,7 @@ class Cluster:
         if self.tells_shares or begin is None or self.is_sliding(sign) or sign.position >= begin.prefix_len:
             return None
         filled = any(start <= sign.position < end for start, end in begin.filled)
+        filled |= self.facts.rows_told and not self.facts.statuses.get(sign.request_id)
         change = self.rewrite_of(sign)
         filled &= begin.event <= sign.event and (change is None or change.event <= begin.event)
         later = any(fact.event > begin.event and fact.what in ("free", "evict") for fact in facts)

@@ -107,7 +107,7 @@ class Facts:
     `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending; `nowhere` holds, by event and request,
     the positions of tokens that were.
-    `shares_told`: some request was said to join slots of others. `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.
+    `shares_told`: some request was said to join slots of others; `rows_told`: some was said to be given a row. `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.
     """
 
     header: TraceHeader | None = None
@@ -119,6 +119,7 @@ class Facts:
     late_samples: int = 0
     frees_of_nobody: bool = False
     shares_told: bool = False
+    rows_told: bool = False
     landed: set[int] = field(default_factory=set)
     loads: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     prefixes: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -253,6 +253,7 @@ class _Gathering(StateListener):
         elif isinstance(event, StatusEvent):
             if event.status == "admitted" and 0 <= event.row < len(self._length):
                 self._owner[event.row], self._length[event.row] = event.request_id, 0
+            self.facts.rows_told |= event.status == "admitted"
             self._running.pop(event.request_id, None)
             if event.request_id in self._requests:
                 found = self.facts.statuses[event.request_id]

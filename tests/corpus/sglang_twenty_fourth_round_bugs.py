@@ -81,8 +81,7 @@ def begun_block_of_the_prompt_is_not_given_to_the_beams(fired: Fired) -> None:
     _before_forward(look)
 
 
-# A session keeps its row, so that nothing shows whether its entries are of this turn.
-@bug("sgl-project/sglang#22790", "llama-session-abort", "tokens_truncated_hash_kept", "req_to_token")
+@bug("sgl-project/sglang#22790", "llama-session-abort", "tokens_truncated_hash_kept")
 def turn_that_was_broken_off_stays_in_the_session(fired: Fired) -> None:
     """A turn of a session is aborted while it decodes, and what it has computed so far is kept as the session's. The next turn goes on behind the last one that came to its end: it takes
     the K and V of the aborted one for those of its own tokens."""
