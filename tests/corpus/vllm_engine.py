@@ -37,6 +37,7 @@ SETUPS = {
     "llama-churn": ("llama", {"max_num_seqs": 3}),
     "llama-few": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-preempt": ("llama", FEW),
+    "llama-twins": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-aborts": ("llama", {"num_gpu_blocks_override": 11, "max_num_seqs": 3}),
     "llama-async": ("llama", {"async_scheduling": True}),
     "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
@@ -178,6 +179,8 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-loads-alone":  # one that waits for its load while nothing else runs
         prompts[1] = tokens(70)
         batches = [prompts, [prompts[1] + tokens(3)], again]
+    if setup == "llama-twins":  # one that computes anew a block that is there already, and others that want all blocks
+        batches = [prompts, [shared[:64], tokens(100), tokens(98)], again]
     if setup == "llama-eagle-parts":  # that go apart right behind a block
         batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
