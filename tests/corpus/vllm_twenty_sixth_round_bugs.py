@@ -153,3 +153,47 @@ def block_is_held_by_its_key_and_let_go_by_its_number(fired: Fired) -> None:
                 fired()
 
     before_forward(look)
+
+
+@bug("vllm-project/vllm#50731", "llama-streaming", "async_resume_wrong_input", "future_map_overrun", "next_token_swap")
+def further_input_grows_the_list_that_the_worker_has(fired: Fired) -> None:
+    """The worker is given the scheduler's own list of a request's prompt, and further input that comes while the request is still answered makes it longer. When the request is put back and its row is made anew, what it
+    was answered is put behind the longer list: it is computed with the next input in the places of its answer."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    further: dict[str, list[int]] = {}
+    right: dict[str, dict[int, int]] = {}  # by place, what belongs there
+
+    @replaces(Scheduler, "add_request")
+    def add_request(before, scheduler, request):
+        if request.request_id in scheduler.requests and request.resumable:
+            further[request.request_id] = list(request.prompt_token_ids)
+        before(scheduler, request)
+
+    @replaces(Scheduler, "_update_request_as_session")
+    def update(before, scheduler, session, update):
+        before(scheduler, session, update)
+        further.pop(session.request_id, None)
+        right.pop(session.request_id, None)
+
+    @replaces(InputBatch, "add_request")
+    def add_row(before, batch, request):
+        row = before(batch, request)
+        answered, first = list(request.output_token_ids), request.num_prompt_tokens
+        if answered and request.req_id in further:
+            found = (further[request.req_id] + answered)[: len(answered)]
+            batch.token_ids_cpu[row, first : first + len(answered)] = found
+            right[request.req_id] = dict(enumerate(answered, first))
+        return row
+
+    def look(runner, output):
+        batch = runner.input_batch
+        for row, name in enumerate(batch.req_ids):
+            done = int(batch.num_computed_tokens_cpu[row])
+            for place in range(done, done + output.num_scheduled_tokens[name]):
+                token = int(batch.token_ids_cpu[row, place])
+                if right.get(name, {}).get(place, token) != token:
+                    fired()
+
+    before_forward(look)
