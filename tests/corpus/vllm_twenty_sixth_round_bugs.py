@@ -21,9 +21,7 @@ def slots_of_eight_bytes_are_read_as_of_four(fired: Fired) -> None:
             right.copy_(right.to(torch.int64).view(torch.int32)[: right.numel()].clone())
 
 
-@bug(
-    "vllm-project/vllm#57356", "qwen-ngram", "future_map_overrun", "next_token_swap", "async_resume_wrong_input"
-)
+@bug("vllm-project/vllm#57356", "qwen-ngram", "future_map_overrun", "next_token_swap", "async_resume_wrong_input")
 def drafts_are_checked_and_what_stood_in_their_places_is_fed(fired: Fired) -> None:
     """Drafts are put into the list of tokens, and that their places have tokens now is not noted. The model is fed what stood there in the step before, and the drafts themselves are checked: one that is accepted has
     K and V of another token."""
