@@ -4,7 +4,7 @@ from bugs import Fired, bug, replaces
 from vllm_marks import before_forward, reads
 
 
-@bug("vllm-project/vllm-ascend#16775", "llama", "slot_mapping", origin="vLLM Ascend")
+@bug("vllm-project/vllm-ascend#16664", "llama", "slot_mapping", origin="vLLM Ascend")
 def slots_of_eight_bytes_are_read_as_of_four(fired: Fired) -> None:
     """Slots are kept as numbers of eight bytes, and the kernel that stores K and V of a batch with a prompt reads numbers of four. Each token gets the lower or the upper half of the number of one that
     stands further in front: every other one goes to slot 0, and the rest where the first half of the batch belongs."""
