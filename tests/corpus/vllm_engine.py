@@ -37,6 +37,7 @@ SETUPS = {
     "llama-churn": ("llama", {"max_num_seqs": 3}),
     "llama-few": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-preempt": ("llama", FEW),
+    "llama-twins": ("llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3}),
     "llama-aborts": ("llama", {"num_gpu_blocks_override": 11, "max_num_seqs": 3}),
     "llama-async": ("llama", {"async_scheduling": True}),
     "llama-async-preempt": ("llama", {"async_scheduling": True, **FEW}),
@@ -72,6 +73,7 @@ SETUPS = {
     "llama-loads-few": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-loads-back": ("llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3}),
     "llama-weights-running": ("llama", {}),
+    "llama-streaming": ("llama", {}),
     "llama-page64": ("llama", {"block_size": 64}),
     "llama-salts": ("llama", {}),
     "llama-embeds": ("llama", {"enable_prompt_embeds": True}),
@@ -178,6 +180,8 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-loads-alone":  # one that waits for its load while nothing else runs
         prompts[1] = tokens(70)
         batches = [prompts, [prompts[1] + tokens(3)], again]
+    if setup == "llama-twins":  # one that computes anew a block that is there already, and others that want all blocks
+        batches = [prompts, [shared[:64], tokens(100), tokens(98)], again]
     if setup == "llama-eagle-parts":  # that go apart right behind a block
         batches = [prompts, [shared[:64] + tokens(20), shared[:32] + tokens(12)], again]
     if setup == "hybrid-halves":  # that go apart in the middle of a block
@@ -239,6 +243,9 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "llama-aborts":
             outputs += with_aborts(llm, number, given, sampling)
             continue
+        if setup == "llama-streaming":
+            outputs += with_further_input(llm, number, given, sampling)
+            continue
         if setup == "llama-weights-running":
             outputs += with_new_weights(llm, number, given, sampling)
             continue
@@ -262,6 +269,44 @@ def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[li
         if step == 6:
             engine.abort_request([f"{number}-0"])
         answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_further_input(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:
+    """Answer prompts step by step, each of which goes on with the end of the next one behind its answer; all are put back once."""
+    from collections import defaultdict
+
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, answers = llm.llm_engine, defaultdict(list)
+
+    def add(i: int, tokens: list[int], more: bool) -> None:
+        one = sampling[i].clone()
+        one.output_kind = RequestOutputKind.DELTA
+        request = engine.input_processor.process_inputs(
+            f"{number}-{i}",
+            {"prompt_token_ids": tokens},
+            one,
+            supported_tasks=engine.get_supported_tasks(),
+            resumable=more,
+        )
+        request.external_req_id = request.request_id
+        engine.output_processor.add_request(request, None, None, 0)
+        engine.engine_core.add_request(request)
+
+    for i, prompt in enumerate(prompts):
+        add(i, prompt["prompt_token_ids"], True)
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if step == 4:
+            for i in range(len(prompts)):
+                add(i, prompts[(i + 1) % len(prompts)]["prompt_token_ids"][-9:], True)
+                add(i, [0], False)  # no more than that
+        if step == 20:
+            llm.reset_prefix_cache(reset_running_requests=True)
+        for o in engine.step():
+            answers[o.request_id] += o.outputs[0].token_ids
     return [answers[name] for name in sorted(answers)]
 
 
