@@ -18,8 +18,9 @@ def what_the_newest_prompt_adds_to_its_places_is_added_to_all(fired: Fired) -> N
         before(io, requests_in_batch, *args, **kwargs)
         at, newest = 0, kept[0]
         for future, past in zip(requests_in_batch, pasts, strict=True):
-            if future.query_length > 1:
-                newest = begins.setdefault(future.state.request_id, past)
+            name = future.state.request_id
+            if future.query_length > 1 or name not in begins:
+                newest = begins.setdefault(name, past)
             elif kept[0]:
                 fired()
                 io.position_ids[at] += kept[0]
