@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from .cluster import Cluster, Diagnosis
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
+    begins_from_another,
     filled_while_read,
     given_at_once,
     goes_on_inside,
@@ -251,7 +252,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("stale_swa_mapping",))
     if handed_round(cluster):
         return Likely("input", ("next_token_swap",))
-    if any(k.startswith("input_") for k in kinds):
+    if any(k.startswith("input_") for k in kinds) and not begins_from_another(cluster):
         return Likely("input", _POSITIONS if seen.positions else ())
     if "attention_lens" in kinds:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))

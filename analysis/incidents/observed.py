@@ -265,3 +265,12 @@ def filled_while_read(cluster: Cluster, sign: Sign) -> bool:
     goes_on = any(s.request_id == sign.request_id and s.event > sign.event for s in cluster.signs)
     wrong = [s for s in mine if s.bits & CONTENT]
     return at_once and goes_on and bool(wrong) and all(s.last_forward == s.forward for s in wrong)
+
+
+def begins_from_another(cluster: Cluster) -> bool:
+    """Whether a request that is fed other tokens than its own begins in that forward, behind others' tokens as well."""
+    fed = next((s for s in cluster.head if s.kind.startswith("input_")), None)
+    hit = cluster.finding("hit_differs")
+    begin = cluster.facts.begins.get(fed.request_id) if fed is not None else None
+    here = fed is not None and hit is not None and hit.request_id == fed.request_id
+    return here and begin is not None and begin.event == cluster.first.event

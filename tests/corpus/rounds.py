@@ -174,4 +174,11 @@ ROUND_NOTES = (
             "slots and sources were right; the same bytes behind different tokens are looked for now."
         ),
     ),
+    (
+        "57bb991a",
+        (
+            "`slot_across_two_pages_counts_for_the_first` changes the second half of a slot alone, which is `layer_changed` by what that says; the "
+            "planter's kinds left it out, and it counts as wrong in this round."
+        ),
+    ),
 )

@@ -75,7 +75,7 @@ def context_is_shifted_and_its_count_stays(fired: Fired) -> None:
     _before_forward(look)
 
 
-@bug("ovg-project/kvcached#34", "llama-no-tree", "kv_changed", origin="kvcached")
+@bug("ovg-project/kvcached#34", "llama-no-tree", "kv_changed", "layer_changed", origin="kvcached")
 def slot_across_two_pages_counts_for_the_first(fired: Fired) -> None:
     """Memory is mapped in pages whose size is not a multiple of a slot's, and a slot that lies across two of them is counted for the first. When the last of the second page's own slots
     is given back that page is unmapped, and the end of the slot that reaches into it is nought from then on."""

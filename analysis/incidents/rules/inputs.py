@@ -1,7 +1,7 @@
 """What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, samples_query
-from ..observed import handed_round, left_out_of_a_prompt, over_its_window, skipped
+from ..observed import begins_from_another, handed_round, left_out_of_a_prompt, over_its_window, skipped
 from ..sign import POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
 
 
@@ -182,7 +182,7 @@ def _prompt_overwritten(cluster: Cluster) -> Diagnosis | None:
     if len(at) < 2 or at[-1] - at[0] >= 2 * len(at) or cluster.finding("input_not_sampled", "seq_len_backwards"):
         return None
     sign = wrong[0]
-    if cluster.facts.retracted_before(sign.request_id, sign.event):
+    if cluster.facts.retracted_before(sign.request_id, sign.event) or begins_from_another(cluster):
         return None
     said = f"{len(at)} tokens of a chunk of {sign.reader} were not fed as the scheduler has them in {sign.when}, from {sign.place} on: it "
     queries = (request_query(sign.request_id), events_query([sign.event]))

@@ -95,7 +95,7 @@ def kv_changed(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(score, said, sign, cause=cause, follows=follows)
 
 
-@rule("K or V of a later layer changed without a write", branch="write")
+@rule("unhashed K or V changed without a write", branch="write")
 def layer_changed(cluster: Cluster) -> Diagnosis | None:
     """Bytes of a slot change in a layer or place that the canary does not hash; those that it does are as they were. (lab)"""
     words = "{0.place} changed without a write, seen in {0.when} by {0.reader}: {0.detail}"
