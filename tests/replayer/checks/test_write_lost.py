@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -77,6 +78,15 @@ def test_k_that_stayed_where_v_has_hardly_changed_is_no_lost_write(dtype, stayed
     engine.write(5, 100, 3, before)
     engine.write(5, 200, 3, after, request=8)
     assert bool(engine.found(tmp_path)) == (not dtype or stayed * size < 4)  # of 16 bytes a quarter
+
+
+@pytest.mark.parametrize(("value", "lost"), [(7, 1), (9, 0)])
+def test_of_hashed_bytes_nobody_knows_how_many_numbers_changed(value, lost, tmp_path):
+    """K that stayed says nothing where V, of which no number can be read, has changed; where V stayed, too, nothing was written."""
+    engine = Engine(tmp_path / "trace.arrow", dtype="bfloat16", privacy=Privacy(b"0123456789abcdef"))
+    engine.write(5, 100, 3, 7)
+    engine.write(5, 200, 3, value, request=8)
+    assert len(engine.found(tmp_path)) == lost
 
 
 @pytest.fixture
