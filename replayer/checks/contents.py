@@ -7,6 +7,7 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.ops.token_rows.encoding import ITEM_BYTES
 from ...kernels.tokens import contradicting
 from ...recorder.state.forward import BatchTokens, Forward
 from ...recorder.state.history import (
@@ -38,7 +39,6 @@ _FEW_SLOTS: Final = 32
 _MOST_SLOTS: Final = 1 << 16
 # Where so many of the numbers that were written are those of the token before, tokens differ by less than others can tell.
 _SAME_NUMBERS: Final = 0.25
-_NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class _InputCheck(HistoryCheck):
@@ -376,7 +376,7 @@ class WriteLost(HistoryCheck):
 
 def _hardly_changed(before: ByteArray, after: ByteArray, stream: KvStream) -> BoolArray:
     """Say of each row of two `[n, bytes]` whether a good part of its numbers stayed; of numbers that are not known never."""
-    size = _NUMBER_BYTES.get(stream.dtype, 0)
+    size = ITEM_BYTES.get(stream.dtype, 0)
     if not size or before.shape[1] % size:
         return np.zeros(len(before), np.bool_)
     stayed = (before == after).reshape(len(before), -1, size).all(axis=2)

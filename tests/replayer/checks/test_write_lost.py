@@ -68,11 +68,14 @@ class Engine:
         return pq.read_table(tmp_path / "findings.parquet").to_pylist()
 
 
-@pytest.mark.parametrize(("dtype", "stayed"), [("bfloat16", 2), ("bfloat16", 1), ("float32", 1), ("", 7)])
+@pytest.mark.parametrize(
+    ("dtype", "stayed"),
+    [("bfloat16", 2), ("bfloat16", 1), ("float32", 1), ("float8_e5m2", 4), ("float8_e4m3fn", 3), ("", 7)],
+)
 def test_k_that_stayed_where_v_has_hardly_changed_is_no_lost_write(dtype, stayed, tmp_path):
     """As with random weights, of which K and V are little but their biases: the same positions have the same K."""
     engine = Engine(tmp_path / "trace.arrow", dtype=dtype)
-    size = 4 if dtype == "float32" else 2
+    size = {"float32": 4, "bfloat16": 2, "": 2}.get(dtype, 1)
     before, after = np.arange(1, SIZE + 1, dtype=np.uint8), np.arange(101, 101 + SIZE, dtype=np.uint8)
     after[: stayed * size] = before[: stayed * size]
     engine.write(5, 100, 3, before)
