@@ -272,11 +272,8 @@ def _paired_states(
         sides = [[i for i, pool in enumerate(h.states) if pool.runner == runner] for h in (a, b)]
         for mine, theirs in zip(*sides, strict=False):
             one, other = a.states[mine], b.states[theirs]
-            same_part = (one.layer, one.num_layers, one.hashed_bytes) == (
-                other.layer,
-                other.num_layers,
-                other.hashed_bytes,
-            )
+            parts = [(pool.layer, pool.num_layers, pool.hashed_bytes, pool.from_end) for pool in (one, other)]
+            same_part = parts[0] == parts[1]
             # What the hash of a slot of zeros is, says which hash it is; older formats had others.
             same_hash = one.zeros == other.zeros if one.zeros and other.zeros else a.format_minor == b.format_minor
             if same_part and same_hash:

@@ -177,7 +177,7 @@ class RecurrentCapture:
         return self._hash_of(self._rows(pool, slot))
 
     def _rows(self, pool: int, slot: int) -> list[ByteArray]:
-        return [_leading(part[slot], self._pools[pool].hashed_bytes) for part in self._sources.get(pool, ())]
+        return [_hashed(part[slot], self._pools[pool]) for part in self._sources.get(pool, ())]
 
     def _hash_of(self, rows: list[ByteArray]) -> int:
         if not rows:
@@ -198,7 +198,11 @@ def _columns(ops: list[tuple[int, ...]]) -> dict[str, Int64Array]:
     return dict(zip(_COLUMNS, np.array(ops, np.int64).reshape(-1, len(_COLUMNS)).T.copy(), strict=True))
 
 
-def _leading(row: Any, most: int) -> ByteArray:
-    """Return the first bytes of a slot's part, numpy's or torch's, `[1, n]`, in the order of its elements."""
-    size = row.itemsize
-    return as_rows(row.reshape(-1)[: -(-most // size)].reshape(1, -1))[:, :most]
+def _hashed(row: Any, pool: StatePool) -> ByteArray:
+    """Return the bytes of a slot's part, numpy's or torch's, that are hashed, `[1, n]`, in the order of its elements."""
+    elements = row.reshape(-1)
+    count = min(-(-pool.hashed_bytes // row.itemsize), len(elements))
+    if pool.from_end:
+        found = as_rows(elements[len(elements) - count :].reshape(1, -1))
+        return found[:, max(found.shape[1] - pool.hashed_bytes, 0) :]
+    return as_rows(elements[:count].reshape(1, -1))[:, : pool.hashed_bytes]

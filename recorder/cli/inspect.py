@@ -108,7 +108,7 @@ def _header_rows(header: "TraceHeader") -> list[tuple[str, str]]:
     rows += [
         (
             f"states {i}",
-            f"{p.name}, {p.num_slots:,} slots, {p.hashed_bytes:,} bytes of a part of layer {p.layer} hashed",
+            f"{p.name}, {p.num_slots:,} slots, the {'last' if p.from_end else 'first'} {p.hashed_bytes:,} bytes of a part of layer {p.layer} hashed",
         )
         for i, p in enumerate(header.states)
     ]

@@ -178,9 +178,9 @@ class StateTable:
 class StatePool:
     """A pool of recurrent state (Mamba, linear attention, short convolutions): a slot is all of a request, or a checkpoint.
 
-    The first `hashed_bytes` of each of a slot's parts in layer `layer` are hashed; `num_layers` layers lie in the pool. What
-    `padding_slots` hold is nobody's: a request that goes on from there has no state. `zeros`: the hash of a slot of zeros, 0 if
-    it is not known.
+    The first `hashed_bytes` of each of a slot's parts in layer `layer` are hashed, the last if `from_end`; `num_layers` layers lie
+    in the pool. What `padding_slots` hold is nobody's: a request that goes on from there has no state. `zeros`: the hash of a slot
+    of zeros, 0 if it is not known.
     """
 
     name: Text
@@ -190,6 +190,7 @@ class StatePool:
     layer: Count = 0
     num_layers: Count = 0
     hashed_bytes: Count = 0
+    from_end: bool = False
     zeros: int = 0
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array, record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.ops.token_rows.encoding import ITEM_BYTES
 from ...recorder.state.writes import stays
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
@@ -24,7 +25,6 @@ _FEW_SLOTS: Final = 32
 _MOST_SLOTS: Final = 1 << 16
 # Where so many of the numbers that were written are those of the token before, tokens differ by less than others can tell.
 _SAME_NUMBERS: Final = 0.25
-_NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @register
@@ -37,7 +37,7 @@ class WriteLost(HistoryCheck):
     that each rank draws alike): bytes that the token has in another slot, or is written with to another in the same batch
     of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
     bytes, which tell none from another then (of random weights V may be little but its bias); K that stayed where V changed in few
-    of its numbers, and the other way round; unknown tokens (-1), slots of zeros
+    of its numbers, and the other way round, nor where bytes are hashed if V changed at all; unknown tokens (-1), slots of zeros
     (of 8-bit floats of -0, too), slots that nobody has written in this trace.
     """
 
@@ -89,11 +89,12 @@ class WriteLost(HistoryCheck):
             return []
         stale = np.zeros((len(left), len(other)), np.bool_)
         hardly = np.zeros(len(other), np.bool_)
+        hashed = self.history.header.tokens == "hashed"  # and so are the bytes: nobody knows how many numbers stayed
         for same, before, after, stream in zip(stale, pool.kv, left, streams, strict=True):
             rows = before[at[other]]
             filled = (rows & np.uint8(127 if stream.dtype.startswith("float8") else 255)).any(axis=1)  # not -0 alone
             same[:] = (rows == after[other]).all(axis=1) & filled
-            hardly |= ~same & filled & _hardly_changed(rows, after[other], stream)
+            hardly |= ~same & filled & (hashed or _hardly_changed(rows, after[other], stream))
         some = np.flatnonzero(stale.any(axis=0) & ~hardly)
         if len(some):
             kept = [
@@ -191,7 +192,7 @@ class WriteLost(HistoryCheck):
 
 def _hardly_changed(before: ByteArray, after: ByteArray, stream: KvStream) -> BoolArray:
     """Say of each row of two `[n, bytes]` whether a good part of its numbers stayed; of numbers that are not known never."""
-    size = _NUMBER_BYTES.get(stream.dtype, 0)
+    size = ITEM_BYTES.get(stream.dtype, 0)
     if not size or before.shape[1] % size:
         return np.zeros(len(before), np.bool_)
     stayed = (before == after).reshape(len(before), -1, size).all(axis=2)

@@ -321,11 +321,12 @@ def _layers(group: PoolGroup, header: TraceHeader, looked: Sequence[BoolArray]) 
 
 
 def _states(pool: StatePool) -> Watched:
-    """Return of how many layers the bytes of recurrent state are hashed: their first ones, of one layer."""
+    """Return of how many layers the bytes of recurrent state are hashed: their first or last ones, of one layer."""
     total, watched = pool.num_layers or None, min(1, pool.hashed_bytes)
     rest = "every layer" if not watched else f"every layer but {pool.layer}"
     words = "" if watched == total else f"recurrent state of {rest}"
-    reason = f"the first {pool.hashed_bytes:,} bytes of each part are hashed" if watched else "its bytes are not read"
+    end = "last" if pool.from_end else "first"
+    reason = f"the {end} {pool.hashed_bytes:,} bytes of each part are hashed" if watched else "its bytes are not read"
     return Watched("states", pool.name, watched, total, reason, words)
 
 

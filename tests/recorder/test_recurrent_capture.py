@@ -1,5 +1,7 @@
 """What the recorder takes of recurrent state: hashes of bytes, keyed if tokens are hashed; a split forward's slots."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,18 @@ def test_the_leading_bytes_of_a_slot_are_hashed(part) -> None:
     assert hash_of(part) == hash_of(clone)
     clone[1].reshape(-1)[0] += 1
     assert hash_of(part) != hash_of(clone)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_of_a_window_what_its_newest_token_brought_is_hashed(number: int) -> None:
+    """Which of two tokens comes last must show, however wide they are: what stands behind the first says nothing of it."""
+    pool = dataclasses.replace(HEADER.states[0], from_end=True)
+    window = torch.zeros(3, 2, 3, dtype=torch.int32)  # 2 tokens of 12 bytes, of which 8 are hashed
+    capture = RecurrentCapture(dataclasses.replace(HEADER, states=(pool,)), {0: [window]}, None)
+    capture.begin(0, np.array([1]), (StateAccess(reads=[1], writes=[1]),))
+    window[1].view(-1)[number] = 7
+    columns = capture.end()
+    assert (columns["recurrent_before"] != columns["recurrent_after"]).tolist() == [number > 3]
 
 
 def test_hashes_are_keyed_where_tokens_are_hashed() -> None:

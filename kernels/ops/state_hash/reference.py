@@ -1,4 +1,4 @@
-"""State hash: the first bytes of a slot's parts (a convolution's window, a recurrent matrix, ...), as one 64-bit number.
+"""State hash: some bytes of a slot's parts (a convolution's window, a recurrent matrix, ...), as one 64-bit number.
 
 Each part is read as little-endian 64-bit words, the last one filled up with zeros. The hash is the sum of s(word ^ s(place))
 over them all, where s is splitmix64 and a word's place its number plus 1, with the part's number in the upper half: a sum, so

@@ -206,9 +206,9 @@ class DeviceShadows:
         )
 
 
-def slots_as_bytes(part: Any, most: int) -> Any | None:
-    """Return the first `most` bytes of each slot of a torch tensor `[num_slots, ...]` as they lie in memory, `[num_slots, n]
-    uint8`; None if a slot's elements do not lie side by side, in any order.
+def slots_as_bytes(part: Any, most: int, *, from_end: bool = False) -> Any | None:
+    """Return the first `most` bytes, or the last, of each slot of a torch tensor `[num_slots, ...]` as they lie in memory,
+    `[num_slots, n] uint8`; None if a slot's elements do not lie side by side, in any order.
     """
     import torch
 
@@ -217,8 +217,8 @@ def slots_as_bytes(part: Any, most: int) -> Any | None:
         if size > 1 and step != expected:
             return None
         expected *= size
-    rows = part.as_strided((part.shape[0], part[0].numel()), (part.stride(0), 1))
-    return rows.view(torch.uint8)[:, :most]
+    rows = part.as_strided((part.shape[0], part[0].numel()), (part.stride(0), 1)).view(torch.uint8)
+    return rows[:, max(rows.shape[1] - most, 0) :] if from_end else rows[:, :most]
 
 
 def _sent(slots: Int64Array, device: Any) -> Any:
@@ -231,7 +231,7 @@ def _sent(slots: Int64Array, device: Any) -> Any:
 
 def _states(header: TraceHeader, pool: int, parts: Sequence[Any]) -> StatesOnDevice:
     said = header.states[pool]
-    rows = [slots_as_bytes(part, said.hashed_bytes) for part in parts]
+    rows = [slots_as_bytes(part, said.hashed_bytes, from_end=said.from_end) for part in parts]
     if any(row is None or row.shape[0] < said.num_slots for row in rows):
         raise ValueError(f"state pool {said.name}: a slot's bytes do not lie side by side")
     return StatesOnDevice(pool, rows, said.num_slots)

@@ -22,7 +22,7 @@ from ...capture.recurrent import StateAccess, StateChange
 from ...trace.header import NotWatched, StatePool, TraceHeader
 from ..common.hooking import Finish, Hook
 
-MOST_BYTES: Final = 4096  # of each part of a slot that are hashed
+MOST_BYTES: Final = 4096  # of each part of a slot that are hashed: the last, where a window has its newest token
 # The only layouts known, by their very classes.
 _CLASSES: Final = {"HybridReqToTokenPool": "MambaPool"}
 # Whose layers save a state where the batch says, of whole chunks of what is computed; in a decode of all of it.
@@ -51,7 +51,7 @@ def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatc
     sizes = {"num_slots": slots, "layer": first, "num_layers": len(layers), "hashed_bytes": MOST_BYTES}
     free = getattr(pool, "free_slots", None)
     padding = (0,) if isinstance(free, list) and free == list(range(1, slots)) else ()  # before any is given out
-    return StatePool(name=name, runner=index, padding_slots=padding, **sizes), parts
+    return StatePool(name=name, runner=index, padding_slots=padding, from_end=True, **sizes), parts
 
 
 def prefills_not_seen(runner: Any) -> list[NotWatched]:

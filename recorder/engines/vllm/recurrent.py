@@ -34,7 +34,7 @@ BLOCKS: Final = (
 # What they say of who begins with a state: of prefills, in the order in which layers look, and of decodes, which all do else.
 OF_PREFILLS: Final = ("has_initial_states_p", "prefill_has_initial_state")
 OF_DECODES: Final = "has_initial_states_d"
-MOST_BYTES: Final = 4096  # of each part of a block that are hashed
+MOST_BYTES: Final = 4096  # of each part of a block that are hashed: the last, where a window has its newest token
 _StepForward = tuple[ForwardInput, tuple[str, ...], Int64Array]  # as `step.py` has it
 UTILS: Final = "vllm.v1.worker.mamba_utils"
 
@@ -84,7 +84,9 @@ class VllmStates:
             number = len(self.pools)
             sizes = {"num_slots": num_blocks, "num_layers": len(group.layer_names), "hashed_bytes": MOST_BYTES}
             self.pools.append(
-                StatePool(name=f"mamba{number or ''}", layer=layer_number(name), padding_slots=(0,), **sizes)
+                StatePool(
+                    name=f"mamba{number or ''}", layer=layer_number(name), padding_slots=(0,), from_end=True, **sizes
+                )
             )
             self.parts[number] = list(parts)
             self._gids.append(gid)

@@ -30,7 +30,7 @@ def _small_kernels(monkeypatch):
 class Engine:
     """Two pools of states, one of odd bytes; a forward adds to what it read."""
 
-    def __init__(self, folder, rng, **options):
+    def __init__(self, folder, rng, *, from_end=False, **options):
         self.rng = rng
         self.table = torch.zeros((ROWS, WIDTH), dtype=torch.int32)
         whole = torch.from_numpy(rng.integers(0, 256, (STATES, 7, 41), dtype=np.uint8))
@@ -43,7 +43,10 @@ class Engine:
             groups=(PoolGroup(name="full", num_slots=SLOTS),),
             tables=(StateTable(rows=ROWS, width=WIDTH),),
             runners=(Runner(),),
-            states=(StatePool(name="a", hashed_bytes=40, **sizes), StatePool(name="b", hashed_bytes=4096, **sizes)),
+            states=(
+                StatePool(name="a", hashed_bytes=40, from_end=from_end, **sizes),
+                StatePool(name="b", hashed_bytes=4096, from_end=from_end, **sizes),
+            ),
         )
         self.host = Recorder(folder / "host.arrow", header, state_sources=self.parts, **options)
         more = {"tables": [self.table], "luts": [], "kv_sources": {}, "state_sources": self.parts}
@@ -151,9 +154,10 @@ def steps_of(path):
     return [np.stack([event.ints(name) for name in COLUMNS]).T.tolist() for event in forwards]
 
 
-def test_a_careless_engine_is_taken_down_alike(tmp_path):
+@pytest.mark.parametrize("from_end", [False, True])
+def test_a_careless_engine_is_taken_down_alike(tmp_path, from_end):
     rng = np.random.default_rng(5)
-    engine = Engine(tmp_path, rng)
+    engine = Engine(tmp_path, rng, from_end=from_end)
     for number in range(24):
         for _ in range(int(rng.integers(0, 3))):
             count = int(rng.integers(1, 4))

@@ -65,7 +65,9 @@ def test_what_is_understood_is_watched_and_the_rest_named(made: Any, of: Any, wh
     states = VllmStates(made)
     said = states.add(1, GROUP, of, BLOCKS)
     assert (why in said) if why else said == ""
-    expected = StatePool(name="mamba", num_slots=BLOCKS, layer=2, num_layers=2, hashed_bytes=4096, padding_slots=(0,))
+    expected = StatePool(
+        name="mamba", num_slots=BLOCKS, layer=2, num_layers=2, hashed_bytes=4096, from_end=True, padding_slots=(0,)
+    )
     assert states.pools == ([] if why else [expected])
 
 

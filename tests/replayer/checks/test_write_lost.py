@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.forward_input import ForwardInput
+from kvcanary.recorder.capture.privacy import Privacy
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -67,16 +68,28 @@ class Engine:
         return pq.read_table(tmp_path / "findings.parquet").to_pylist()
 
 
-@pytest.mark.parametrize(("dtype", "stayed"), [("bfloat16", 2), ("bfloat16", 1), ("float32", 1), ("", 7)])
+@pytest.mark.parametrize(
+    ("dtype", "stayed"),
+    [("bfloat16", 2), ("bfloat16", 1), ("float32", 1), ("float8_e5m2", 4), ("float8_e4m3fn", 3), ("", 7)],
+)
 def test_k_that_stayed_where_v_has_hardly_changed_is_no_lost_write(dtype, stayed, tmp_path):
     """As with random weights, of which K and V are little but their biases: the same positions have the same K."""
     engine = Engine(tmp_path / "trace.arrow", dtype=dtype)
-    size = 4 if dtype == "float32" else 2
+    size = {"float32": 4, "bfloat16": 2, "": 2}.get(dtype, 1)
     before, after = np.arange(1, SIZE + 1, dtype=np.uint8), np.arange(101, 101 + SIZE, dtype=np.uint8)
     after[: stayed * size] = before[: stayed * size]
     engine.write(5, 100, 3, before)
     engine.write(5, 200, 3, after, request=8)
     assert bool(engine.found(tmp_path)) == (not dtype or stayed * size < 4)  # of 16 bytes a quarter
+
+
+@pytest.mark.parametrize(("value", "lost"), [(7, 1), (9, 0)])
+def test_of_hashed_bytes_nobody_knows_how_many_numbers_changed(value, lost, tmp_path):
+    """K that stayed says nothing where V, of which no number can be read, has changed; where V stayed, too, nothing was written."""
+    engine = Engine(tmp_path / "trace.arrow", dtype="bfloat16", privacy=Privacy(b"0123456789abcdef"))
+    engine.write(5, 100, 3, 7)
+    engine.write(5, 200, 3, value, request=8)
+    assert len(engine.found(tmp_path)) == lost
 
 
 @pytest.fixture
