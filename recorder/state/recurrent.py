@@ -145,7 +145,14 @@ class StateSlots:
         hashes = self.slots[pool][:, STATE_HASH]
         others = np.setdiff1d(hashes, [0, found, self.cleared[pool, 0], self._header.states[pool].zeros])
         nothing = found in (0, self.cleared[pool, 0], self._header.states[pool].zeros)
-        if len(left) < 2 or nothing or len(others) < 2 or int((hashes == found).sum()) != len({*left.values()}):
+        whole = self._header.states[pool].from_end  # else the newest token may not be among the bytes
+        if (
+            not whole
+            or len(left) < 2
+            or nothing
+            or len(others) < 2
+            or int((hashes == found).sum()) != len({*left.values()})
+        ):
             return []
         ends = np.cumsum(np.maximum(forward.extend_lens, 0))
         last = {r: int(forward.input_ids[int(ends[r]) - 1]) for r in left if 0 < ends[r] <= len(forward.input_ids)}

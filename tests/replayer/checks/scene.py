@@ -59,7 +59,9 @@ class Scene:
             truth_table=StateTable(name="truth", rows=ROWS, width=WIDTH),
             runners=(Runner(), Runner(name="draft", token_offset=1)) if draft else (Runner(),),
             slot_history=told,
-            states=(StatePool(name="mamba", num_slots=ROWS, hashed_bytes=8, padding_slots=padding_states),)
+            states=(
+                StatePool(name="mamba", num_slots=ROWS, hashed_bytes=8, from_end=True, padding_slots=padding_states),
+            )
             if states
             else (),
         )
