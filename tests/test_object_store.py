@@ -224,7 +224,8 @@ def test_what_fails_on_the_way_is_sent_again(fault: str, store: FaultyProxy, tmp
     recorder(folder, 1).close()
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     store.only, store.faults = "^(PUT|GET) /bkt/again", [fault] * 3
-    assert ship(folder, f"again-{fault}")[0] == 0
+    status, said = ship(folder, f"again-{fault}")
+    assert status == 0, said
     assert not store.faults
     assert left(folder) == []
     assert names(f"again-{fault}", store) == sorted(whole)

@@ -265,6 +265,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("kv_write_lost", "slot_mapping"))
     if still_empty(cluster) is not None and not content:
         return Likely("write", ("kv_write_lost", "bad_values_written"))
+    if seen.held is Held.JOINED_GONE and "free_slot_shared" in kinds:
+        return Likely("allocation", _ALLOCATION[seen.held])
     if not content and kinds and not kinds & _OF_SLOTS and sign.bits != KV_HASH:
         return Likely(cluster.first.branch)
     if any(left_out_of_a_prompt(cluster, s) for s in head):

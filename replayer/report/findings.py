@@ -53,6 +53,7 @@ FINDING_CAUSES = {
     "not_zeroed": "a request that has no tokens yet began with a state that is not one of zeros",
     "begun_anew": "a request that has tokens already began with no state",
     "left_as_it_was": "the forward computed a token, and left the state as it was",
+    "as_anothers": "the forward left the bytes of another request's state, which ends with another token",
     "cleared": "the state is one of zeros, and nobody was seen to fill its slot",
     "stored_wrong": "the storage does not hold what was stored",
     "stored_over": "the storage holds in its place what was stored for another page",
