@@ -131,18 +131,21 @@ class Cluster:
         """Return how a request came to a slot that it began with, where nobody tells who shares slots: its row was filled with it,
         or it was given no row, and so goes on with one that another turn of its session has left.
 
-        What stands at another position than the request has it at was no hit, unless it came there later.
+        What stands at another position than the request has it at was no hit, unless it came there later. Of a request that had
+        begun before the trace did, nobody knows what it began with.
         """
         begin = self.facts.begins.get(sign.request_id)
-        if self.tells_shares or begin is None or self.is_sliding(sign) or sign.position >= begin.prefix_len:
+        if self.tells_shares or begin is None or self.is_sliding(sign) or sign.request_id not in self.facts.prompts:
+            return None
+        if not 0 <= sign.position < begin.prefix_len or begin.event > sign.event:
             return None
         filled = any(start <= sign.position < end for start, end in begin.filled)
-        filled |= self.facts.rows_told and not self.facts.statuses.get(sign.request_id)
+        kept = self.facts.rows_told and not self.facts.statuses.get(sign.request_id)
         change = self.rewrite_of(sign)
-        filled &= begin.event <= sign.event and (change is None or change.event <= begin.event)
+        changed = change is not None and change.event > begin.event
         later = any(fact.event > begin.event and fact.what in ("free", "evict") for fact in facts)
         known = any(fact.request_id == sign.request_id and fact.what in ("alloc", "shared") for fact in facts)
-        if not filled or known or (sign.bits & POSITION and not later):
+        if not (filled or kept) or changed or known or (sign.bits & POSITION and not later):
             return None
         if self.facts.retracted_before(sign.request_id, sign.event):
             return None

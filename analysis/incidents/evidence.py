@@ -233,14 +233,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     ):
         return Likely("table", ("row_reassigned_in_flight",))
     if "swa_mapping_stale" in kinds:
-        missing = any(s.cause == "swa_slot_missing" for s in head)
-        lost = {
-            Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one"),
-            Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early"),
-        }
-        by_others = ("free_too_early", "radix_insert_then_free") if taken_from_behind(cluster, sign) else ()
-        gone = Likely("allocation", lost.get(seen.held, (*by_others, "swa_window_off_by_one")))
-        return gone if missing else Likely("table", ("stale_swa_mapping",))
+        return _of_the_swa_table(cluster, seen)
     nothing = cluster.finding("padding_slot_read")
     # Its row does not name what it has written; of a beam that nobody knows no more is known than that it names nothing.
     if nothing is not None and (nothing.request_id < 0 or (cluster.wrote(nothing) or (0, 0))[1] > 0):
@@ -328,6 +321,18 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     if seen.filled is Filled.ITSELF:
         return Likely("input", _POSITIONS if seen.positions else ("async_resume_wrong_input", "future_map_overrun"))
     return _CONTENT.get(seen.filled, Likely(sign.branch))
+
+
+def _of_the_swa_table(cluster: Cluster, seen: Evidence) -> Likely:
+    """The branch of an entry of the full-to-SWA table that is stale, or leads nowhere any more."""
+    if not any(s.cause == "swa_slot_missing" for s in cluster.head):
+        return Likely("table", ("stale_swa_mapping",))
+    lost = {
+        Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one"),
+        Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early"),
+    }
+    by_others = ("free_too_early", "radix_insert_then_free") if taken_from_behind(cluster, seen.sign) else ()
+    return Likely("allocation", lost.get(seen.held, (*by_others, "swa_window_off_by_one")))
 
 
 def _never_given(cluster: Cluster, seen: Evidence) -> Likely:

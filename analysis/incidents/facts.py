@@ -98,8 +98,9 @@ class Facts:
 
     `slots` by pool group and slot, oldest first; `statuses`, `begins`, `rewrites` by request; `named` holds, by event,
     the slots that it names, by pool group, for the events behind findings, `modes` the modes of the forwards among
-    them, `prefixes` the tokens before, by event and request; `prompts` the requests' lengths of prompt, where told. `wrote` holds where a request wrote a position of its last,
-    by request and position: event and slot of the block table. `given` holds what a request was given or joined: event,
+    them, `prefixes` the tokens before, by event and request. `prompts` are the lengths of the prompts of requests that are
+    new in this trace, -1 for unknown. `wrote` holds where a request wrote a position of its last, by request and position:
+    event and slot of the block table. `given` holds what a request was given or joined: event,
     pool group, number of slots, less than none for those it gave back. `loads` holds the events in which
     something was loaded from the host for a request; `landed` are those of copies behind which all lay where it was to, as
     was seen. `strayed` holds, by event and request, the row that a request had when it was computed on the row of another in
@@ -107,7 +108,8 @@ class Facts:
     `ahead` holds, by event and request, where the running request's forward before had ended, if this one begins further on.
     `padding_nowhere` are the last forwards whose padding was sent to no slot, ascending; `nowhere` holds, by event and request,
     the positions of tokens that were.
-    `shares_told`: some request was said to join slots of others; `rows_told`: some was said to be given a row. `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.
+    `frees_of_nobody`: frees are recorded where the allocator gets slots back, which knows no request and misses none.
+    `shares_told`: some request was said to join slots of others; `rows_told`: some was said to be given a row.
     """
 
     header: TraceHeader | None = None

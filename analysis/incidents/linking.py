@@ -2,7 +2,8 @@
 
 Two places belong together when they lie in one page (the unit that allocators hand out), when one request has them at
 neighbouring positions (the chain carries damage on), when one request was hit in both by the same event, or when one
-forward was fed something wrong in both, or read from no slot at all. Time and causes are looked at later, when each cluster's kind is known.
+forward was fed something wrong in both, or read from no slot at all. Time and causes are looked at later, when each
+cluster's kind is known.
 """
 
 from collections.abc import Sequence

@@ -87,9 +87,8 @@ class StateSlots:
         before, after = self._chains(forward, truth)
         ends = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
         written: dict[tuple[int, int], int] = {}
-        left: dict[
-            tuple[int, int], dict[int, int]
-        ] = {}  # by pool and hash, of each request: the slot in which it was left
+        # By pool and hash, of each request: the slot in which that was left.
+        left: dict[tuple[int, int], dict[int, int]] = {}
         for pool, op, request, source, slot, old, new in forward.recurrent.tolist():
             slots = self.slots[pool]
             if op == CLEAR:
@@ -129,9 +128,10 @@ class StateSlots:
                     left.setdefault((pool, new), {})[request] = slot
             if forward.failed:  # how far it came, nobody knows
                 slots[slot] = 0
-        if forward.mode not in ("target_verify", "idle") and not forward.failed:
+        if forward.mode != "target_verify" and not forward.failed:
             for (pool, found), of in left.items():
-                self._misread += self._as_anothers(forward, pool, found, of)
+                if len(of) > 1 and self._header.states[pool].from_end:  # else its last token may not be among the bytes
+                    self._misread += self._as_anothers(forward, pool, found, of)
         rows = forward.req_pool_indices
         inside = (rows > 0) & (rows < len(self.chains))
         self.chains[rows[inside]] = np.stack((forward.request_ids, ends, after), axis=1)[inside]
@@ -142,17 +142,9 @@ class StateSlots:
         What a token of its own has brought into each is lost in one of them. Where states are seldom anything but the same,
         as of zeros, that says nothing: others must be seen that differ, and none that have these bytes, too.
         """
-        hashes = self.slots[pool][:, STATE_HASH]
-        others = np.setdiff1d(hashes, [0, found, self.cleared[pool, 0], self._header.states[pool].zeros])
-        nothing = found in (0, self.cleared[pool, 0], self._header.states[pool].zeros)
-        whole = self._header.states[pool].from_end  # else the newest token may not be among the bytes
-        if (
-            not whole
-            or len(left) < 2
-            or nothing
-            or len(others) < 2
-            or int((hashes == found).sum()) != len({*left.values()})
-        ):
+        hashes, nothing = self.slots[pool][:, STATE_HASH], (0, self.cleared[pool, 0], self._header.states[pool].zeros)
+        others = np.setdiff1d(hashes, [found, *nothing])
+        if found in nothing or len(others) < 2 or int((hashes == found).sum()) != len({*left.values()}):
             return []
         ends = np.cumsum(np.maximum(forward.extend_lens, 0))
         last = {r: int(forward.input_ids[int(ends[r]) - 1]) for r in left if 0 < ends[r] <= len(forward.input_ids)}

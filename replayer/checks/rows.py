@@ -105,7 +105,7 @@ class SeqLenBackwards(HistoryCheck):
         if not history.complete:
             sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)
             shorter = same & sampled & (end < last[:, ROW_SAMPLED_END]) & (last[:, ROW_VERIFY] == 0)
-            back = shorter | (back & (history.rows.given(forward) if forward.mode in _DECODES else False))
+            back = shorter | (back & history.rows.given(forward) & (forward.mode in _DECODES))
         for r in np.flatnonzero(back).tolist():
             prefix = int(forward.prefix_lens[r])
             detail = f"goes on from a prefix of {prefix} to {end[r]}; its forward before went from "

@@ -95,10 +95,12 @@ class WriteLost(HistoryCheck):
             filled = (rows & np.uint8(127 if stream.dtype.startswith("float8") else 255)).any(axis=1)  # not -0 alone
             same[:] = (rows == after[other]).all(axis=1) & filled
             hardly |= ~same & filled & (hashed or _hardly_changed(rows, after[other], stream))
-        some = np.flatnonzero(stale.any(axis=0) & ~hardly)
+        some = np.flatnonzero(stale.any(axis=0))
         if len(some):
             kept = [
-                n for n in some.tolist() if not self._is_its_own(view, group, left, stale[:, n], streams, int(other[n]))
+                n
+                for n in some.tolist()
+                if not (hardly[n] or self._is_its_own(view, group, left, stale[:, n], streams, int(other[n])))
             ]
             same_bytes = slots[other[some]]
             self._left.setdefault(group.pool.index, np.zeros(group.pool.num_slots, np.int64))[same_bytes] = (

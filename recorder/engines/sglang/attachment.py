@@ -316,10 +316,13 @@ class SglangAttachment(EngineAttachment):
 
     @beside
     def on_weights(self, *_args: Any, **_kwargs: Any) -> Around:
-        """Record that what is computed from now on is of other weights."""
-        done = yield
-        if self.recording is not None:
-            self.recording.new_weights(succeeded=bool(done[0]))
+        """Record that what is computed from now on is of other weights, or of nobody knows which."""
+        done: Any = (False,)
+        try:
+            done = yield
+        finally:
+            if self.recording is not None:
+                self.recording.new_weights(succeeded=bool(done[0]))
 
     def around_sample(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Let the oracle sample, if one was asked for and can; it may raise, since nobody else knows the tokens then."""

@@ -65,7 +65,7 @@ class Identities:
         self._requests = requests
         self._say = say
         self._model = 0  # how often weights were loaded into the model since the recording began
-        self._known = True  # whether the last time succeeded: one that failed half-way leaves nobody knows what
+        self._known = True  # whether the last time succeeded: else nobody knows what they are
         self._said = 0
         self._adapters: dict[int, str] = {}  # by an adapter's number, what it was loaded with last
         self._paths: dict[int, str] = {}  # and where it comes from

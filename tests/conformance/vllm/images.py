@@ -140,7 +140,7 @@ def declare() -> None:
     import torch
 
     try:
-        import torchvision  # noqa: F401
+        import torchvision  # noqa: F401  # whether it can be
     except RuntimeError:
         library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):

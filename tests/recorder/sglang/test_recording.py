@@ -17,6 +17,7 @@ from kvcanary.recorder.engines.sglang.requests import StepResults, identity_of
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.inspect import inspect_trace
 from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.schema import IDENTITY_KINDS
 from kvcanary.recorder.writing.sampling import Windows
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
@@ -257,7 +258,6 @@ def test_an_allocation_that_raises_is_a_loss_and_the_rest_is_recorded(
         ({"extra_key": "ab"}, {"extra_key": "ab", "lora_id": "b"}, 0, 1),  # a salt "ab", and a salt "a" of adapter "b"
         ({"cache_salt": "a"}, {}, 0, 1),
         ({}, {}, 1, 1),
-        ({}, {}, -1, 0),  # that could not be loaded: nobody knows what is there now
     ],
 )
 def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
@@ -270,8 +270,8 @@ def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
     for request, said in zip(requests, (first, second), strict=True):
         vars(request).update(said)
     scheduler.step(requests[:1])
-    for _ in range(abs(updates)):
-        attachment.on_weights()((updates > 0, "said"), None)
+    for _ in range(updates):
+        attachment.on_weights()((True, "updated"), None)
     scheduler.rows.alloc(requests[1:])
     requests[1].cached = 4
     table = runner.req_to_token_pool.req_to_token
@@ -282,6 +282,21 @@ def test_a_hit_on_what_another_adapter_salt_or_weights_computed(
     (path,) = tmp_path.glob("*.arrow")
     found = replay(path, settings=ReplaySettings(), report=None).findings_by_kind
     assert found == ({"identity": finds} if finds else {})
+
+
+@pytest.mark.parametrize("end", [((False, "no such file"), None), (None, OSError("no such file"))])
+def test_behind_weights_that_failed_to_load_none_are_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: tuple
+) -> None:
+    attachment = hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    scheduler = Scheduler(ModelRunner(), TokenToKVPoolAllocator(SLOTS - 1, 1))
+    scheduler.step([Request("first", [5, 6, 7, 8], 20)])
+    attachment.on_weights()(*end)
+    attachment.on_weights()((True, "updated"), None)
+    attachment.close()
+    said = [event.ints("identity_kind").tolist() for event in events(tmp_path)[1] if event.kind == "request"]
+    weights = IDENTITY_KINDS.index("weights")
+    assert [weights in kinds for kinds in said] == [True, False, True]
 
 
 def test_a_request_that_was_put_back_is_computed_anew_with_the_weights_of_then(

@@ -92,6 +92,18 @@ def test_of_hashed_bytes_nobody_knows_how_many_numbers_changed(value, lost, tmp_
     assert len(engine.found(tmp_path)) == lost
 
 
+def test_k_that_stayed_is_no_witness_even_where_v_has_hardly_changed(tmp_path):
+    """Else a write that is lost as a whole would pass for the token's own bytes."""
+    engine = Engine(tmp_path / "trace.arrow", dtype="bfloat16")
+    before, after = np.arange(1, SIZE + 1, dtype=np.uint8), np.arange(101, 101 + SIZE, dtype=np.uint8)
+    after[:4] = before[:4]
+    engine.write(5, 100, 3, before)
+    engine.write(5, 200, 3, after, request=8)
+    engine.write(6, 100, 3, 77, request=9)
+    engine.write(6, 200, 3, 77, request=10)
+    assert [(row["forward"], row["slot"]) for row in engine.found(tmp_path)] == [(3, 6)]
+
+
 @pytest.fixture
 def engine(tmp_path):
     return Engine(tmp_path / "trace.arrow")
