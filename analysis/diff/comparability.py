@@ -280,7 +280,9 @@ def _paired_states(
                 pairs.append((mine, theirs))
     if not why and len(pairs) < max(len(a.states), len(b.states)):
         left = f"{what}: of {len(a.states)} pools in A and {len(b.states)} in B {len(pairs)} are compared"
-        notes.append(f"{left}: of others another layer or other bytes are hashed, or they are recorded in another format")
+        notes.append(
+            f"{left}: of others another layer or other bytes are hashed, or they are recorded in another format"
+        )
     if why:
         notes.append(f"{what} are not compared: {why}")
         pairs = []
