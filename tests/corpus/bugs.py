@@ -7,35 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of the modules with what was held out.
-ROUNDS = (
-    "held_out",
-    "second_round",
-    "third_round",
-    "fourth_round",
-    "fifth_round",
-    "sixth_round",
-    "seventh_round",
-    "eighth_round",
-    "ninth_round",
-    "tenth_round",
-    "eleventh_round",
-    "twelfth_round",
-    "thirteenth_round",
-    "fourteenth_round",
-    "fifteenth_round",
-    "sixteenth_round",
-    "seventeenth_round",
-    "eighteenth_round",
-    "nineteenth_round",
-    "twentieth_round",
-    "twenty_first_round",
-    "twenty_two_round",
-    "twenty_third_round",
-    "twenty_fourth_round",
-    "twenty_fifth_round",
-    "twenty_sixth_round",
-)
+PLANTED = "planted"  # by engine: what the rules were written with, and a file for each round of what was held out
 # Called by a patch right before the first forward that reads the damage; says it once.
 Fired = Callable[[], None]
 
@@ -65,7 +37,8 @@ class Bug:
     @property
     def held_out(self) -> int:
         """The round in which it was recorded before any rule was run on it; 0 if the rules were written with it at hand."""
-        return next((n for n in range(len(ROUNDS), 0, -1) if ROUNDS[n - 1] in self.patch.__module__), 0)
+        _, _, number = self.patch.__module__.partition("round_")
+        return int(number or 0)
 
     @property
     def trace(self) -> str:
@@ -78,8 +51,8 @@ BUGS: dict[str, Bug] = {}
 
 def load(engine: str = "") -> dict[str, Bug]:
     """Return all bugs, or those of an engine, by the names of their traces."""
-    for path in sorted(Path(__file__).parent.glob(f"{engine}*_bugs.py")):
-        importlib.import_module(path.stem)
+    for path in sorted((Path(__file__).parent / PLANTED).glob(f"{engine or '*'}/*.py")):
+        importlib.import_module(f"{PLANTED}.{path.parent.name}.{path.stem}")
     return BUGS
 
 
@@ -93,7 +66,7 @@ def bug(
     """Make a bug of a function that patches the engine; its docstring is the mechanism."""
 
     def make(patch: Callable[[Fired], None]) -> Bug:
-        engine = patch.__module__.partition("_")[0]
+        engine = patch.__module__.split(".")[1]
         made = Bug(
             name=patch.__name__,
             tracker=tracker,

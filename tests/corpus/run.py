@@ -5,7 +5,7 @@
     python tests/corpus/run.py --replay                 # no engine: the traces in data/corpus, and the page
     python tests/corpus/run.py --into FOLDER            # record it all anew there; data/corpus and the page stay
 
-Each bug is a patch of the running engine (vllm_*_bugs.py, sglang_*_bugs.py ...) that leaves a mark before
+Each bug is a patch of the running engine (planted/vllm, planted/sglang ...) that leaves a mark before
 the first forward that reads the damage; the replay does not look at marks. Each setup runs without a bug, too.
 """
 

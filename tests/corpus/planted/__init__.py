@@ -1,0 +1,1 @@
+"""Public bugs made anew, by the engine that they are planted into."""
