@@ -1,4 +1,5 @@
-"""What a token's V in a first layer is: the same wherever the token stands, under one adapter and one set of weights.
+"""What a token's V in a first layer is: the same wherever the token stands, under one adapter and one set of weights. Its K
+there is the same where it stands at the same position.
 
 So a trace is its own oracle, without a model. It is asked a file at a time, and how far equal tokens' bytes differ where nothing is
 wrong (another batch, another kernel) is learnt from the file itself: from repeats at another position behind another token, since
@@ -43,6 +44,8 @@ _ROUNDING: Final = ROUNDING | {dtype: of.relative for dtype, of in _CODES.items(
 _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 64  # repeats from which anything can be learnt
+_K_MOST: Final = 0.25  # of the largest value: what rotation leaves of two large values may be little but their rounding
+_POSITION_BITS: Final = 20  # of K's keys, between the identity and the token
 _MAX_TOKENS: Final = 1 << 18  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
 
@@ -57,6 +60,7 @@ class _Stream:
     which a token came again so: weights and adapter are the same.
     """
 
+    half: str
     keys: Int64Array
     rows: ByteArray
     older: ByteArray
@@ -72,7 +76,8 @@ class _Stream:
 class TokenBytes(HistoryCheck):
     """A token was written with other bytes than the last time, in a first layer, under the same adapter and weights.
 
-    That V follows from the token alone: a request that is computed with another's adapter, or by weights that have been
+    K follows from token and position where V follows from the token alone, which is learnt from V: what differs in K alone was
+    rotated by something else than its position. That V follows from the token alone: a request that is computed with another's adapter, or by weights that have been
     replaced, leaves records, hashes and tables right, and shows nowhere else. Judged are requests that declare their adapter
     and no media, in a file whose repeats at other positions, behind other tokens, show that the engine computes so: at least
     64, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew, unseen; nor, where
@@ -96,7 +101,7 @@ class TokenBytes(HistoryCheck):
         for runner, known in enumerate(header.runners):
             for number, (group, stream) in enumerate(header.streams(runner)):
                 if (
-                    stream.half == "V"
+                    stream.half in ("K", "V")
                     and not stream.samples
                     and stream.layer_of(0) == 0
                     and stream.dtype in _ROUNDING
@@ -105,13 +110,30 @@ class TokenBytes(HistoryCheck):
                     place = runner, number, header.groups[group].table
                     written = written_tokens(batch, header, *place, partial(self._identity_of, table))
                     if written is not None:
-                        self._compare((runner, number), stream.dtype, *written)
+                        remembered = self._streams.setdefault((runner, number), _empty(stream.half, *written))
+                        _compare(remembered, stream.dtype, *(_by_position(*written) if stream.half == "K" else written))
 
     def ends(self) -> Iterator[Finding]:
         """Judge a file by what it has shown, and forget it."""
         for (runner, number), stream in self._streams.items():
-            yield from self._judge(runner, number, stream)
+            if stream.half == "V":
+                limit = self._limit(runner, number, stream)
+                if limit is not None:
+                    yield from self._judge(runner, number, stream, limit, stream)
+                    yield from self._judge_k(runner, number, stream)
         self._streams.clear()
+
+    def _judge_k(self, runner: int, number: int, v: _Stream) -> Iterator[Finding]:
+        """Judge the K that was written beside a V that follows from the token alone."""
+        streams = self.history.header.streams(runner)
+        for other, (group, _) in enumerate(streams):
+            k = self._streams.get((runner, other))
+            limit = None if k is None or k.half == "V" or group != streams[number][0] else self._limit(runner, other, k)
+            if k is not None and limit is not None:
+                # Where V differs, too, all of the token was computed otherwise.
+                otherwise = {(key >> TOKEN_BITS, place[EVENT]) for _, place, _, key, _ in v.found}
+                k.found = [one for one in k.found if (one[3] >> TOKEN_BITS, one[1][EVENT]) not in otherwise]
+                yield from self._judge(runner, other, k, max(limit, _K_MOST), v)
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
         """Return a number for adapter and weights of each request as of an event, `[n]`, -1 where they are not known."""
@@ -140,56 +162,6 @@ class TokenBytes(HistoryCheck):
             self._weights_known.add(number)
         return number
 
-    def _compare(
-        self, name: tuple[int, int], dtype: str, keys: Int64Array, data: ByteArray, places: Int64Array
-    ) -> None:
-        """Compare each token with the one before it that has the same key, and remember the last."""
-        if not len(keys):
-            return
-        known = self._streams.get(name)
-        if known is None:
-            known = self._streams[name] = _Stream(keys[:0], data[:0], data[:0], places[:0], places[:0])
-        # What is remembered stands in front, the older bytes first: each token then has its two before it.
-        twice = np.concatenate([known.keys, known.keys, keys])
-        order = np.argsort(twice, kind="stable")
-        rows = np.concatenate([known.older, known.rows, data])[order]
-        places = np.concatenate([known.older_places, known.places, places])[order]
-        keys = twice[order]
-        new = order >= 2 * len(known.keys)
-        same = np.append(False, keys[1:] == keys[:-1])
-        tells = np.append(False, (places[1:, [POSITION, BEFORE]] != places[:-1, [POSITION, BEFORE]]).all(axis=1))
-        tells &= same & new & (places[:, BEFORE] >= 0) & (np.roll(places[:, BEFORE], 1) >= 0)
-        known.pairs += int(tells.sum())
-        other = np.append(False, (rows[1:] != rows[:-1]).any(axis=1))
-        differ = np.flatnonzero(same & new & other)
-        by = _differ_by(rows[differ], rows[differ - 1], dtype)
-        known.by.append(by[tells[differ]])
-        alike = same & new
-        alike[differ] = by <= _ROUNDING[dtype]
-        ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
-        spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
-        right = set(zip(of.tolist(), ends.tolist(), strict=True))
-        for at, much in zip(differ.tolist(), by.tolist(), strict=True):
-            if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
-                continue
-            if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
-                # The one in between was wrong, and was found.
-                spans = np.append(spans, [[places[at - 2, EVENT], places[at, EVENT]]], axis=0)
-                of = np.append(of, keys[at] >> TOKEN_BITS)
-                continue
-            key, place = int(keys[at]), places[at].tolist()
-            among_right = (key >> TOKEN_BITS, place[EVENT]) in right  # all that a forward wrote comes at once
-            known.found.append((much, place, places[at - 1].tolist(), key, among_right))
-        for identity in np.unique(of).tolist():
-            before = known.alike.get(identity, spans[:0])
-            known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
-        last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))
-        if len(last) > _MAX_TOKENS or sum(map(len, known.by)) > _MAX_DIFFERENCES:
-            last = last[:0]
-        older = np.where(same[last], last - 1, last)
-        known.keys, known.rows, known.older = keys[last], rows[last], rows[older]
-        known.places, known.older_places = places[last], places[older]
-
     def _same_weights(self, stream: _Stream, one: tuple[float, list[int], list[int], int, bool]) -> bool:
         """Say whether other tokens show that weights and adapter were not replaced between the two places of what differs."""
         _, place, before, key, among_right = one
@@ -197,26 +169,33 @@ class TokenBytes(HistoryCheck):
         spanned = bool(((spans[:, 0] <= before[EVENT]) & (place[EVENT] <= spans[:, 1])).any())
         return spanned and (key >> TOKEN_BITS in self._weights_known or among_right)
 
-    def _judge(self, runner: int, number: int, stream: _Stream) -> Iterator[Finding]:
+    def _limit(self, runner: int, number: int, stream: _Stream) -> float | None:
+        """Return by how much equal tokens may differ, as the file shows it; None if it does not show that they are equal."""
         by = np.sort(np.concatenate([np.zeros(0), *stream.by]))
         equal, most = stream.pairs - len(by), int(_MOST * stream.pairs)
         noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
         limit = max(_ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
         too_few = stream.pairs < _FEWEST
         if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
-            return
+            return None
+        return limit
+
+    def _judge(self, runner: int, number: int, stream: _Stream, limit: float, v: _Stream) -> Iterator[Finding]:
         together: dict[tuple[int, int], list[Any]] = {}
         for one in stream.found:
             # Else nothing shows that weights and adapter were those of before.
-            if one[0] > limit and self._same_weights(stream, one):
+            if one[0] > limit and self._same_weights(v, one):
                 together.setdefault((one[1][EVENT], one[1][REQUEST]), []).append(one)
         names = self.history.request_table
         for (event, request), members in together.items():
             much, place, before, key, _ = members[0]
-            token = key & (1 << TOKEN_BITS) - 1
+            rotated = stream.half == "K"
+            token = key & (1 << TOKEN_BITS - (_POSITION_BITS if rotated else 0)) - 1
+            others = sum(int((by > limit).sum()) for by in stream.by)
             detail = (
-                f"wrote token {token} with other bytes than request {names.name(before[REQUEST])} in forward "
-                f"{before[FORWARD]}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats elsewhere {len(by[by > limit]):,} do"
+                f"wrote {'K of ' if rotated else ''}token {token} with other bytes than request {names.name(before[REQUEST])} in forward "
+                f"{before[FORWARD]}{' at this position' if rotated else ''}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats "
+                f"{'there' if rotated else 'elsewhere'} {others:,} do"
             )
             yield Finding(
                 kind=self.kind,
@@ -232,8 +211,70 @@ class TokenBytes(HistoryCheck):
                 detail=counted(detail, len(members)),
                 count=len(members),
                 evidence=evidence([before[EVENT]], event),
-                **Cause("", before[REQUEST], token)._asdict(),
+                **Cause("rotated" if rotated else "", before[REQUEST], token)._asdict(),
             )
+
+
+def _empty(half: str, keys: Int64Array, data: ByteArray, places: Int64Array) -> _Stream:
+    return _Stream(half, keys[:0], data[:0], data[:0], places[:0], places[:0])
+
+
+def _by_position(keys: Int64Array, data: ByteArray, places: Int64Array) -> tuple[Int64Array, ByteArray, Int64Array]:
+    """Return tokens whose keys hold the position, too; those that have no room in it are left out."""
+    token, position = keys & (1 << TOKEN_BITS) - 1, places[:, POSITION]
+    fits = np.flatnonzero(
+        (token >> TOKEN_BITS - _POSITION_BITS == 0) & (position >= 0) & (position >> _POSITION_BITS == 0)
+    )
+    keys = keys[fits] + (position[fits] << TOKEN_BITS - _POSITION_BITS)
+    return keys, data[fits], places[fits]
+
+
+def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, places: Int64Array) -> None:
+    """Compare each token with the one before it that has the same key, and remember the last."""
+    if not len(keys):
+        return
+    # What is remembered stands in front, the older bytes first: each token then has its two before it.
+    twice = np.concatenate([known.keys, known.keys, keys])
+    order = np.argsort(twice, kind="stable")
+    rows = np.concatenate([known.older, known.rows, data])[order]
+    places = np.concatenate([known.older_places, known.places, places])[order]
+    keys = twice[order]
+    new = order >= 2 * len(known.keys)
+    same = np.append(False, keys[1:] == keys[:-1])
+    tells = same & new
+    if known.half == "V":
+        tells &= np.append(False, (places[1:, [POSITION, BEFORE]] != places[:-1, [POSITION, BEFORE]]).all(axis=1))
+        tells &= (places[:, BEFORE] >= 0) & (np.roll(places[:, BEFORE], 1) >= 0)
+    known.pairs += int(tells.sum())
+    other = np.append(False, (rows[1:] != rows[:-1]).any(axis=1))
+    differ = np.flatnonzero(same & new & other)
+    by = _differ_by(rows[differ], rows[differ - 1], dtype)
+    known.by.append(by[tells[differ]])
+    alike = same & new
+    alike[differ] = by <= _ROUNDING[dtype]
+    ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
+    spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
+    right = set(zip(of.tolist(), ends.tolist(), strict=True))
+    for at, much in zip(differ.tolist(), by.tolist(), strict=True):
+        if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
+            continue
+        if at > 1 and keys[at - 2] == keys[at] and bool((rows[at] == rows[at - 2]).all()):
+            # The one in between was wrong, and was found.
+            spans = np.append(spans, [[places[at - 2, EVENT], places[at, EVENT]]], axis=0)
+            of = np.append(of, keys[at] >> TOKEN_BITS)
+            continue
+        key, place = int(keys[at]), places[at].tolist()
+        among_right = (key >> TOKEN_BITS, place[EVENT]) in right  # all that a forward wrote comes at once
+        known.found.append((much, place, places[at - 1].tolist(), key, among_right))
+    for identity in np.unique(of).tolist():
+        before = known.alike.get(identity, spans[:0])
+        known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
+    last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))
+    if len(last) > _MAX_TOKENS or sum(map(len, known.by)) > _MAX_DIFFERENCES:
+        last = last[:0]
+    older = np.where(same[last], last - 1, last)
+    known.keys, known.rows, known.older = keys[last], rows[last], rows[older]
+    known.places, known.older_places = places[last], places[older]
 
 
 def _joined(spans: Int64Array) -> Int64Array:

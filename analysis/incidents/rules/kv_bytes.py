@@ -41,7 +41,7 @@ def computed_with_other_weights(cluster: Cluster) -> Diagnosis | None:
     words = "{0.reader} {0.detail} in {0.when}: the layers were given that for them"
     told = cluster.said_by("computed_otherwise", words)
     sign = cluster.finding("token_bytes")
-    if sign is None or told is not None:
+    if sign is None or told is not None or sign.cause == "rotated":
         return told
     said = f"{sign.reader} was computed with another adapter or with other weights in {sign.when}: {sign.detail}"
     # What was damaged on its way into the pool, or went to a slot of somebody else's, differs too.
@@ -54,12 +54,16 @@ def not_of_the_model(cluster: Cluster) -> Diagnosis | None:
     """The first layer writes another token's V, K of another position, or what no token of the model named has: tables and
     records are right. (vLLM and SGLang with faults in their model)
     """
-    sign = cluster.finding("model_bytes")
+    sign, certain = cluster.finding("model_bytes"), 0.9
+    said = "{0.reader} was computed otherwise than the model says in {0.when}: {0.detail}"
     if sign is None:
+        sign, certain = cluster.finding("token_bytes"), 0.85
+        said = "{0.reader} has K that was rotated by another position than its own in {0.when}, or by other angles: it {0.detail}, and V is "
+        said += "the token's"
+    if sign is None or (sign.kind == "token_bytes" and sign.cause != "rotated"):
         return None
-    said = f"{sign.reader} was computed otherwise than the model says in {sign.when}: {sign.detail}"
     others = any(one.kind not in ("model_bytes", "token_bytes") for one in cluster.head)
-    return cluster.diagnosis(0.5 if others else 0.9, said, sign, *sign.evidence, cause=sign.event)
+    return cluster.diagnosis(0.5 if others else certain, said.format(sign), sign, *sign.evidence, cause=sign.event)
 
 
 @rule("KV bytes changed without a write", branch="write")

@@ -181,17 +181,8 @@ def test_bytes_that_are_not_said_to_be_floats_are_not_judged(recorded, tmp_path,
     assert list(found) == (["token_bytes"] if dtype == "float32" else [])
 
 
-def of_position(tokens, positions):
-    return tokens + 0.37 * positions
-
-
-def of_token_before(tokens, positions):
-    return tokens + 0.37 * np.append(0, tokens[:-1])
-
-
-@pytest.mark.parametrize("computed", [of_position, of_token_before])
-def test_a_prompt_that_comes_again_does_not_show_that_v_follows_from_the_token_alone(tmp_path, computed):
-    """As where positions are embedded (GPT-2, OPT), or n-grams of tokens; most of the traffic is one prompt."""
+def played(tmp_path, k, v):
+    """Replay prompts of 40 tokens, most of them the same, whose `k` and `v` follow from tokens, positions and the request."""
     kv = np.zeros((2, 64, 4), np.float32)
     half = [KvTensor(tensor=rows, axes="slot value") for rows in kv]
     streams = tuple(source.stream(name) for name, source in zip("KV", half, strict=True))
@@ -202,10 +193,10 @@ def test_a_prompt_that_comes_again_does_not_show_that_v_follows_from_the_token_a
     )
     recorder = Recorder(tmp_path / "t.arrow", header, kv_sources=dict(zip([(0, 0), (0, 1)], half, strict=True)))
     random, words = np.random.default_rng(3), np.arange(100, 140)
-    prompts = [words] * 10 + [np.roll(words, 7)] * 2 + [random.permutation(words) for _ in range(3)]
+    prompts = [words] * 10 + [np.roll(words, 7)] * 2 + [random.permutation(words) for _ in range(3)] + [words] * 2
     slots = np.arange(1, 41)
     for request, prompt in enumerate(prompts):
-        identity = [IdentityValue(kind, "") for kind in ("adapter", "media")]
+        identity = [IdentityValue(kind, "") for kind in ("adapter", "weights", "media")]
         recorder.request(request_id=request, name=f"r{request}", prompt_len=40, identity=identity)
         recorder.before_forward(
             ForwardInput(
@@ -220,11 +211,79 @@ def test_a_prompt_that_comes_again_does_not_show_that_v_follows_from_the_token_a
                 reads=(np.zeros((4, 64), np.int32),),
             )
         )
-        kv[:, slots] = computed(prompt.astype(np.float64), np.arange(40))[:, None]
+        for rows, computed in zip(kv, (k, v), strict=True):
+            rows[slots] = computed(prompt.astype(np.float64), np.arange(40), request)[:, None] + np.arange(4)
         recorder.after_forward()
     recorder.close()
-    summary = replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=("token_bytes",)), report=None)
-    assert summary.findings_by_kind == {}
+    report = tmp_path / "t.report"
+    report.mkdir()
+    summary = replay(tmp_path / "t.arrow", settings=ReplaySettings(checks=("token_bytes",)), report=report)
+    return summary.findings_by_kind, find_incidents(report, [tmp_path / "t.arrow"]).rows if summary.findings else []
+
+
+def of_the_token(tokens, positions, request):
+    return tokens
+
+
+def of_position(tokens, positions, request):
+    return tokens + 0.37 * positions
+
+
+def of_token_before(tokens, positions, request):
+    return tokens + 0.37 * np.append(0, tokens[:-1])
+
+
+@pytest.mark.parametrize("computed", [of_position, of_token_before])
+def test_a_prompt_that_comes_again_does_not_show_that_v_follows_from_the_token_alone(tmp_path, computed):
+    """As where positions are embedded (GPT-2, OPT), or n-grams of tokens; most of the traffic is one prompt."""
+    assert played(tmp_path, computed, computed) == ({}, [])
+
+
+def turned(tokens, positions, request):
+    return tokens * np.cos(positions)
+
+
+LAST_BUT_ONE = 15  # of the requests
+
+
+def turned_by_the_next_position(tokens, positions, request):
+    return turned(tokens, positions + (request == LAST_BUT_ONE), request)
+
+
+def turned_by_the_batch(tokens, positions, request):
+    return turned(tokens, positions + request % 5, request)
+
+
+def other_in_one_request(tokens, positions, request):
+    return tokens * (0.5 if request == LAST_BUT_ONE else 1.0)
+
+
+def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
+    found, (incident,) = played(tmp_path, turned_by_the_next_position, of_the_token)
+    assert found == {"token_bytes": 1}
+    assert (incident["kind"], incident["first_forward"], incident["branch"]) == (
+        "not_of_the_model",
+        LAST_BUT_ONE,
+        "content",
+    )
+    assert "rotated by another position" in incident["sentence"] and "at this position" in incident["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        (turned, of_the_token),
+        (turned_by_the_batch, of_the_token),  # as by the length of the longest request
+        (turned_by_the_next_position, of_position),  # nothing shows what K follows from
+    ],
+)
+def test_what_turns_k_is_learnt_from_the_file(tmp_path, k, v):
+    assert played(tmp_path, k, v) == ({}, [])
+
+
+def test_a_token_that_is_other_in_k_and_v_is_of_other_weights(tmp_path):
+    found, (incident,) = played(tmp_path, other_in_one_request, other_in_one_request)
+    assert found == {"token_bytes": 1} and incident["kind"] == "computed_with_other_weights"
 
 
 @pytest.mark.parametrize(

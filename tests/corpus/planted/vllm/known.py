@@ -7,6 +7,7 @@ from bugs import Fired, bug, replaces
 from .marks import before_forward, reads, when_adopted, when_allocated
 
 WINDOW = 48
+LONG = 96  # tokens, of angles for short contexts
 
 
 # A step is recorded as several forwards if one of its requests reads what another writes; the reader comes second here.
@@ -364,3 +365,26 @@ def embeddings_are_left_out_of_the_key(fired: Fired) -> None:
 
     # All embeddings of the setup differ: whatever such a request hits is another's.
     when_allocated(lambda request, hit, _: hit and request.prompt_embeds is not None and fired())
+
+
+@bug("vllm-project/vllm#6283", "llama-streaming", "not_of_the_model")
+def angles_of_the_longest_in_the_batch(fired: Fired) -> None:
+    """A model has angles for short contexts and for long ones, and which of them turn K is asked of the whole batch: of a request beside a long one K is turned by the long angles, and is read with
+    what was turned by the short ones."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    @replaces(RotaryEmbedding, "forward_cpu")
+    def forward(before, layer, positions, *args, **kwargs):
+        return before(layer, positions // 2 if int(positions.max()) > LONG else positions, *args, **kwargs)
+
+    def look(runner, output):
+        given = output.num_scheduled_tokens
+        starts = {
+            name: int(runner.input_batch.num_computed_tokens_cpu[row])
+            for name, row in runner.input_batch.req_id_to_index.items()
+        }
+        ends = [starts[name] + count - 1 for name, count in given.items()]
+        if max(ends, default=0) > LONG and min(starts[name] for name in given) < LONG:
+            fired()
+
+    before_forward(look)
