@@ -46,13 +46,13 @@ _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more th
 _FEWEST: Final = 64  # repeats from which anything can be learnt
 _K_MOST: Final = 0.25  # of the largest value: what rotation leaves of two large values may be little but their rounding
 _POSITION_BITS: Final = 20  # of K's keys, between the identity and the token
-_MAX_TOKENS: Final = 1 << 18  # that are remembered of a stream
+_MAX_TOKENS: Final = 1 << 17  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What is remembered of a stream: of each key, ascending, the last bytes, those before them, and where both stand.
+    """What is remembered of a stream: of each key the last bytes, those before them, and where both stand; who was written last stands last.
 
     `pairs` counts repeats that tell something, `by` how far those of them that are not equal differ, `found` all that differ by
     more than rounding: by how much, the place, the place of the token before, the key, and whether the same forward wrote other
@@ -231,15 +231,18 @@ def _by_position(keys: Int64Array, data: ByteArray, places: Int64Array) -> tuple
 
 def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, places: Int64Array) -> None:
     """Compare each token with the one before it that has the same key, and remember the last."""
-    if not len(keys):
+    if not len(keys) or sum(map(len, known.by)) > _MAX_DIFFERENCES:
         return
+    fresh = np.unique(keys)
+    again = fresh[np.minimum(np.searchsorted(fresh, known.keys), len(fresh) - 1)] == known.keys
+    old = known.keys[again]
     # What is remembered stands in front, the older bytes first: each token then has its two before it.
-    twice = np.concatenate([known.keys, known.keys, keys])
+    twice = np.concatenate([old, old, keys])
     order = np.argsort(twice, kind="stable")
-    rows = np.concatenate([known.older, known.rows, data])[order]
-    places = np.concatenate([known.older_places, known.places, places])[order]
+    rows = np.concatenate([known.older[again], known.rows[again], data])[order]
+    places = np.concatenate([known.older_places[again], known.places[again], places])[order]
     keys = twice[order]
-    new = order >= 2 * len(known.keys)
+    new = order >= 2 * len(old)
     same = np.append(False, keys[1:] == keys[:-1])
     tells = same & new
     if known.half == "V":
@@ -254,7 +257,7 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
     alike[differ] = by <= _ROUNDING[dtype]
     ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
     spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
-    right = set(zip(of.tolist(), ends.tolist(), strict=True))
+    right = set(np.unique(of << TOKEN_BITS | ends).tolist())
     for at, much in zip(differ.tolist(), by.tolist(), strict=True):
         if much <= _ROUNDING[dtype] or len(known.found) >= _MAX_TOKENS:
             continue
@@ -264,17 +267,25 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
             of = np.append(of, keys[at] >> TOKEN_BITS)
             continue
         key, place = int(keys[at]), places[at].tolist()
-        among_right = (key >> TOKEN_BITS, place[EVENT]) in right  # all that a forward wrote comes at once
+        # All that a forward wrote comes at once. Of K it is its V that shows the weights.
+        among_right = known.half == "K" or (key >> TOKEN_BITS << TOKEN_BITS | place[EVENT]) in right
         known.found.append((much, place, places[at - 1].tolist(), key, among_right))
-    for identity in np.unique(of).tolist():
+    for identity in np.unique(of).tolist() if known.half == "V" else ():
         before = known.alike.get(identity, spans[:0])
         known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
-    last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))
-    if len(last) > _MAX_TOKENS or sum(map(len, known.by)) > _MAX_DIFFERENCES:
-        last = last[:0]
-    older = np.where(same[last], last - 1, last)
-    known.keys, known.rows, known.older = keys[last], rows[last], rows[older]
-    known.places, known.older_places = places[last], places[older]
+    last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))[-_MAX_TOKENS:]
+    before = np.where(same[last], last - 1, last)
+    kept = np.flatnonzero(~again)[max(0, len(known.keys) - len(old) + len(last) - _MAX_TOKENS) :]
+    known.keys, known.rows, known.older, known.places, known.older_places = (
+        np.concatenate([had[kept], got])
+        for had, got in (
+            (known.keys, keys[last]),
+            (known.rows, rows[last]),
+            (known.older, rows[before]),
+            (known.places, places[last]),
+            (known.older_places, places[before]),
+        )
+    )
 
 
 def _joined(spans: Int64Array) -> Int64Array:
