@@ -129,10 +129,9 @@ SETUPS = {
         },
     ),
     "delta-long": ("qwen3_next", {"dtype": "bfloat16", "max_num_batched_tokens": 80, "max_num_seqs": 4}),
-    "llama-async-chunks": (
+    "llama-chunks-back": (
         "llama",
         {
-            "async_scheduling": True,
             "num_gpu_blocks_override": 10,
             "max_num_batched_tokens": 24,
             "max_num_seqs": 4,
@@ -252,7 +251,7 @@ def generate(setup: str, folder: Path) -> None:
         batches = [prompts, [prompts[0] + tokens(3), tokens(100), tokens(60), tokens(140)], again]
     if setup == "delta-long":  # that fill several blocks, one behind another
         batches = [[shared + tokens(90), tokens(150), tokens(20)], [shared + tokens(60), tokens(110), shared[:66]]]
-    if setup == "llama-async-chunks":  # that all grow together until there is no room
+    if setup == "llama-chunks-back":  # that all grow together until there is no room
         batches = [[shared, tokens(50), tokens(61), tokens(44)], [shared[:60] + tokens(9), tokens(70), tokens(35)]]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
@@ -312,7 +311,7 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "llama-lora-added":
             outputs += with_added_adapters(llm, number, given, sampling, folder)
             continue
-        if setup in ("llama-async-chunks", "qwen-ngram-five"):
+        if setup in ("llama-chunks-back", "qwen-ngram-five"):
             for one in sampling:
                 one.max_tokens += 30
         if setup == "llama-streaming":

@@ -199,13 +199,12 @@ def state_is_left_behind_when_a_chunk_begins_a_block(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug(
-    "vllm-project/vllm#28787", "llama-async-chunks", "async_resume_wrong_input", "future_map_overrun", "next_token_swap"
-)
+@bug("vllm-project/vllm#28787", "llama-chunks-back", "async_resume_wrong_input", origin="vLLM (async scheduling)")
 def tokens_of_a_resumed_request_end_with_its_first_chunk(fired: Fired) -> None:
     """A request that has been put back comes again with its tokens, so that the worker knows its answer, and gets them only up to the end of the chunk that is computed now. The last of these are taken for its answer: the places
     behind the prompt have tokens of the prompt."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     right: dict[str, list[int]] = {}  # all tokens of requests that have come again
 
@@ -217,6 +216,14 @@ def tokens_of_a_resumed_request_end_with_its_first_chunk(fired: Fired) -> None:
             right[name] = list(tokens)
             made.all_token_ids[name] = tokens[: scheduler.requests[name].num_computed_tokens + counts[name]]
         return made
+
+    @replaces(GPUModelRunner, "_update_states")
+    def _update_states(before, runner, output):
+        again = output.scheduled_cached_reqs
+        for name, answered in zip(again.req_ids, again.num_output_tokens, strict=True):
+            if answered and name in again.all_token_ids:  # as a worker does that has not kept the answer
+                runner.requests[name].output_token_ids = again.all_token_ids[name][-answered:]
+        return before(runner, output)
 
     def look(runner, output):
         batch = runner.input_batch
