@@ -22,6 +22,8 @@ SETUPS = {
     "nano-turns": (8, 28),
     "nano-again": (8, 20),
     "nano-waits": (8, 12),
+    "nano-page4": (4, 44),
+    "nano-chunks13": (8, 32),
 }
 
 
@@ -52,6 +54,8 @@ def generate(setup: str, folder: Path, engines: list) -> None:
     engines.append(made)
     if setup == "nano-chunks":
         made.llm.scheduler.max_num_batched_tokens = 21  # a prompt is split, not at a block's end
+    if setup == "nano-chunks13":  # into many parts
+        made.llm.scheduler.max_num_batched_tokens = 13
     first = tokens(20)
     shared = tokens(17)
     asked = {
@@ -67,6 +71,21 @@ def generate(setup: str, folder: Path, engines: list) -> None:
         asked |= {27: [(first[:16], 26)], 30: [(tokens(44), 10)], 34: [(tokens(40), 8)]}
     if setup == "nano-waits":  # with a prompt that waits while others take what it would hit
         asked = {0: [(first, 3)], 4: [(tokens(24), 24), (tokens(24), 30)], 8: [(first + tokens(26), 8)]}
+    if setup == "nano-page4":  # of all lengths, of which some end with a block
+        asked = {
+            0: [(tokens(15), 9), (tokens(6), 14)],
+            2: [(shared + tokens(3), 12)],
+            8: [(shared + tokens(11), 8), (tokens(13), 10)],
+            15: [(first[:18], 9), (shared + tokens(2), 7)],
+        }
+    if (
+        setup == "nano-chunks13"
+    ):  # one that is long, others beside it, and one that goes on behind what the first has begun
+        asked = {
+            0: [(first + tokens(24), 9)],
+            2: [(tokens(7), 12), (shared + tokens(20), 8)],
+            14: [(first + tokens(19), 10), (tokens(31), 6)],
+        }
     answers = []
     for step in range(400):
         if setup == "nano-again" and step == 20:

@@ -95,6 +95,48 @@ SETUPS = {
     "qwen-ngram": ("qwen", {**NGRAM, "block_size": 64}),
     "qwen-ngram-page32": ("qwen", NGRAM),
     "mla": ("mla", {"block_size": 16, "num_gpu_blocks_override": 128, "max_num_seqs": 4}),
+    "llama-lora-loads": (
+        "llama",
+        {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "kv_transfer_config": LOADS, "max_num_seqs": 4},
+    ),
+    "llama-lora-added": (
+        "llama",
+        {
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_cpu_loras": 4,
+            "max_lora_rank": 8,
+            "max_num_batched_tokens": 96,
+        },
+    ),
+    "mrope-chunks": ("mrope", {"max_num_batched_tokens": 24, "block_size": 64, "max_num_seqs": 4}),
+    "llama-sleeps": ("llama", {"max_num_batched_tokens": 80, "block_size": 64}),
+    "llama-loads-aborts": (
+        "llama",
+        {
+            "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+            "num_gpu_blocks_override": 12,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 160,
+        },
+    ),
+    "qwen-ngram-five": (
+        "qwen",
+        {
+            "speculative_config": {**NGRAM["speculative_config"], "num_speculative_tokens": 5},
+            "num_gpu_blocks_override": 16,
+            "max_num_seqs": 3,
+        },
+    ),
+    "delta-long": ("qwen3_next", {"dtype": "bfloat16", "max_num_batched_tokens": 80, "max_num_seqs": 4}),
+    "llama-chunks-back": (
+        "llama",
+        {
+            "num_gpu_blocks_override": 10,
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 4,
+        },
+    ),
 }
 
 
@@ -130,6 +172,10 @@ def generate(setup: str, folder: Path) -> None:
         from vllm.config import KVTransferConfig
 
         arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+    if model == "mrope":
+        import mrope
+
+        mrope.register()
     defaults = {
         "max_num_batched_tokens": 48,
         "num_gpu_blocks_override": 64,
@@ -197,6 +243,16 @@ def generate(setup: str, folder: Path) -> None:
         batches = [[shared + tokens(6), shared + tokens(12), *(tokens(80 + i) for i in range(5))], again]
     if setup == "recurrent-ones":  # of a single token, when others have used the slots
         batches = [prompts, [tokens(1), *prompts[1:3], tokens(1)], [tokens(1)], again]
+    if setup == "llama-lora-loads":  # for one tenant, for another, and for the first once more
+        batches = [prompts, again, [prompts[0] + tokens(7), shared[:68], prompts[2] + tokens(2)]]
+    if setup == "mrope-chunks":  # that take many steps
+        batches = [[prompts[0], tokens(90), shared + tokens(3)], again, [tokens(75), shared[:50] + tokens(40)]]
+    if setup == "llama-loads-aborts":  # one that waits for its load, and one that waits for its blocks
+        batches = [prompts, [prompts[0] + tokens(3), tokens(100), tokens(60), tokens(140)], again]
+    if setup == "delta-long":  # that fill several blocks, one behind another
+        batches = [[shared + tokens(90), tokens(150), tokens(20)], [shared + tokens(60), tokens(110), shared[:66]]]
+    if setup == "llama-chunks-back":  # that all grow together until there is no room
+        batches = [[shared, tokens(50), tokens(61), tokens(44)], [shared[:60] + tokens(9), tokens(70), tokens(35)]]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -209,6 +265,9 @@ def generate(setup: str, folder: Path) -> None:
         setup == "llama-lora-salts"
     ):  # and then the base model, some of whose requests have the adapter's name as their salt
         lora = [adapter(folder, 1, "tenant 1"), None]
+    if setup == "llama-lora-loads":
+        both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
+        lora = [both[0], both[1], both[0]]
     if setup == "llama-lora-reload":  # of other weights behind the first batch
         lora = [adapter(folder, 1)] * len(batches)
     outputs = []
@@ -226,6 +285,9 @@ def generate(setup: str, folder: Path) -> None:
             )
             llm.apply_model(lambda model, new=weights: model.load_weights([new]))
             llm.reset_prefix_cache(reset_connector=True)
+        elif number == 1 and setup == "llama-sleeps":  # what it wakes up with is new memory
+            llm.reset_prefix_cache()
+            llm.collective_rpc(lambda worker: [cache.zero_() for cache in worker.model_runner.kv_caches] and None)
         elif number and "kv_transfer_config" in arguments:
             llm.reset_prefix_cache()
         sampling = [
@@ -243,6 +305,15 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "llama-aborts":
             outputs += with_aborts(llm, number, given, sampling)
             continue
+        if setup == "llama-loads-aborts":
+            outputs += with_an_abort_while_it_loads(llm, number, given, sampling)
+            continue
+        if setup == "llama-lora-added":
+            outputs += with_added_adapters(llm, number, given, sampling, folder)
+            continue
+        if setup in ("llama-chunks-back", "qwen-ngram-five"):
+            for one in sampling:
+                one.max_tokens += 30
         if setup == "llama-streaming":
             outputs += with_further_input(llm, number, given, sampling)
             continue
@@ -268,6 +339,37 @@ def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[li
             break
         if step == 6:
             engine.abort_request([f"{number}-0"])
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_an_abort_while_it_loads(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:
+    """Answer prompts step by step; the first of the second batch is aborted when the step that begins its load has ended."""
+    engine, answers = llm.llm_engine, {}
+    for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(f"{number}-{i}", prompt, one)
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if (number, step) == (1, 1):
+            engine.abort_request(["1-0"])
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_added_adapters(llm: Any, number: int, prompts: list, sampling: list, folder: Path) -> list[list[int]]:
+    """Answer prompts for two tenants by turns, step by step; while all are being answered a third and a fourth are added."""
+    engine, answers = llm.llm_engine, {}
+    both = [adapter(folder, i, f"tenant {i}") for i in (1, 2)]
+    for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        one.max_tokens += 16
+        engine.add_request(f"{number}-{i}", prompt, one, lora_request=both[i % 2])
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if step in (9, 17):
+            more = 3 + (step > 9)
+            engine.add_lora(adapter(folder, more, f"tenant {more}"))
         answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
     return [answers[name] for name in sorted(answers)]
 

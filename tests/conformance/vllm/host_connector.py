@@ -58,6 +58,8 @@ class HostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _key(self, request, place):
         key = tuple(request.all_token_ids[: (place + 1) * self._size])
+        if request.lora_request:
+            key = (request.lora_request.lora_name, *key)
         return (request.cache_salt, *key) if request.cache_salt else key
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
