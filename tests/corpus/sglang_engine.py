@@ -50,6 +50,11 @@ SETUPS = {
     "llama-once-more": ("llama", 1, 120, False, 3, False),
     "llama-thinks": ("llama", 1, 512, False, 4, False),
     "llama-host-parts": ("llama", 1, 160, False, 3, False),
+    "llama-page4-crowd": ("llama", 4, 200, False, 5, False),
+    "recurrent-weights": ("lfm2", 1, 512, False, 4, False),
+    "llama-host-page4": ("llama", 4, 160, False, 3, False),
+    "hybrid-page4-no-tree": ("mellum_hybrid", 4, 512, False, 3, False),
+    "llama-lora-swapped-no-tree": ("llama", 1, 512, False, 2, False),
 }
 
 
@@ -207,11 +212,36 @@ def unpinned(create):
     return created
 
 
+def adapter_of_outputs() -> str:
+    """Return the folder of a LoRA adapter that touches nothing but what the attention puts out."""
+    import torch
+    from clients import adapter_folder
+    from safetensors.torch import save_file
+
+    folder = Path(adapter_folder("first")).with_name("outputs")
+    if not (folder / "adapter_model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        said = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["o_proj"], "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        config = json.loads((CONFORMANCE / "models" / "llama" / "config.json").read_text())
+        hidden, inner = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+        dice = torch.Generator().manual_seed(7)
+        layers = {
+            f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{part}.weight": torch.randn(
+                (8, inner) if part == "A" else (hidden, 8), generator=dice
+            )
+            for layer in range(config["num_hidden_layers"])
+            for part in "AB"
+        }
+        save_file(layers, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
 def options_of(setup: str) -> dict:
     """Return what the engine is given for adapters, or for copies in the host's memory; put in place what they need."""
     if setup.startswith("llama-session"):
         return {"enable_streaming_session": True}
-    if setup == "llama-lora":
+    if setup.startswith("llama-lora"):
         from request_kinds import LORA, load_adapters
 
         load_adapters()
@@ -220,6 +250,10 @@ def options_of(setup: str) -> dict:
         for name in ("empty", "zeros", "tensor", "arange"):  # there is no pinned memory without a device
             setattr(torch, name, unpinned(getattr(torch, name)))
         torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+        if "swapped" in setup:  # more adapters than buffers, which do not touch the same modules
+            paths = [*LORA["lora_paths"], f"outputs={adapter_of_outputs()}"]
+            modules = [*LORA["lora_target_modules"], "o_proj"]
+            return {**LORA, "lora_paths": paths, "lora_target_modules": modules, "max_loras_per_batch": 2}
         return LORA
     if setup.startswith("llama-host"):
         from host_cache import stand_in
@@ -327,6 +361,12 @@ def generate(setup: str, folder: Path) -> None:
         again = [prompts[4], tokens(30), tokens(28), tokens(26), tokens(24)]
     if setup == "llama-beams":  # that are asked again when others have ended
         again = [prompts[1] + tokens(3), tokens(30), tokens(25), prompts[0][:28] + tokens(9), tokens(18)]
+    if setup == "llama-page4-crowd":  # some of which are the same, and go on for different lengths
+        prompts = [prompts[0], prompts[1], prompts[0], prompts[1] + tokens(6), tokens(14)]
+        again = [tokens(30), prompts[0] + tokens(5), tokens(22), prompts[0] + tokens(5), tokens(17)]
+    if setup == "hybrid-page4-no-tree":  # of one to three chunks
+        prompts = [tokens(count) for count in (21, 75, 40, 11)]
+        again = [tokens(50), tokens(33)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
@@ -343,6 +383,14 @@ def generate(setup: str, folder: Path) -> None:
                 prompts[i] + outputs[i] + tokens(4)
                 for i in ((0,) if number == 2 or setup == "llama-host-parts" else (1, 2))
             ]
+        if number and setup == "recurrent-weights":
+            import torch
+
+            engine.begin_weight_update()
+            names = [f"model.layers.{layer}.operator_norm.weight" for layer in range(4)]
+            done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 0.7)) for name in names])
+            engine.end_weight_update()
+            assert done, said
         if number and setup == "llama-weights":
             import torch
 
@@ -367,6 +415,8 @@ def generate(setup: str, folder: Path) -> None:
                 engine.unload_lora_adapter("second")
                 engine.load_lora_adapter("second", adapter_folder("third"))
             salts["lora_path"] = [("second", "first", None)[i % 3] for i in range(len(batch))]
+        if "swapped" in setup:
+            salts["lora_path"] = [("outputs", "first", "second")[(i // 2 + i % 2) % 3] for i in range(len(batch))]
         if setup == "llama-salts":
             salts["cache_salt"] = [f"tenant {i % 2 + number}" for i in range(len(batch))]
         if setup == "llama-beams":  # every other has three beams

@@ -26,6 +26,58 @@ def fired_in(forward: list[int]):
     return fired
 
 
+def own_requests(setup: str) -> list:
+    """Return the requests of setups that have no request in common with the others; none for those."""
+    from driver import Request, random_prompt
+
+    def ask(name: str, prompt: list[int], new_tokens: int, at_step: int = 0) -> Request:
+        return Request(name=name, prompt=prompt, new_tokens=new_tokens, at_step=at_step)
+
+    if setup == "hybrid-wide-page16":  # chunks that are longer than the window of 32, in a batch with short ones
+        return [
+            ask("a", random_prompt(41, 57), 20),
+            ask("b", random_prompt(42, 12), 44),
+            ask("c", random_prompt(43, 90), 14, 4),
+            ask("d", random_prompt(44, 33), 24, 9),
+            ask("e", random_prompt(45, 64), 10, 15),
+        ]
+    system = random_prompt(46, 26)
+    if setup == "qwen-waves":  # one at a time and in pairs, while others decode
+        return [
+            ask("a", system + random_prompt(47, 10), 30),
+            ask("b", random_prompt(48, 21), 26),
+            ask("c", random_prompt(49, 37), 16, 5),
+            ask("d", system + random_prompt(50, 19), 14, 12),
+            ask("e", random_prompt(51, 18), 12, 17),
+            ask("f", system + random_prompt(52, 6), 12, 17),
+        ]
+    if setup == "offload-qwen-alike":  # that begin alike and grow until there is no room for all
+        return [
+            ask("a", system + random_prompt(53, 5), 4),
+            ask("b", system + random_prompt(54, 4), 52, 4),
+            ask("c", system + random_prompt(55, 7), 34, 5),
+            ask("d", system + random_prompt(56, 2), 36, 6),
+            ask("e", random_prompt(57, 18), 16, 20),
+        ]
+    if setup == "prefill-first":  # prompts of several chunks, before which decodes wait
+        return [
+            ask("a", random_prompt(58, 9), 30),
+            ask("b", random_prompt(59, 14), 24),
+            ask("c", random_prompt(60, 70), 12, 6),
+            ask("d", random_prompt(61, 31), 14, 11),
+        ]
+    if setup == "few-qwen-turns":  # turns of two talks, with others between them that need the room
+        return [
+            ask("a", system, 10),
+            ask("b", random_prompt(62, 20), 12, 2),
+            ask("c", random_prompt(63, 50), 18, 11),
+            ask("d", random_prompt(64, 22), 20, 12),
+            ask("e", system + random_prompt(65, 9), 12, 20),
+            ask("f", random_prompt(62, 20) + random_prompt(66, 7), 12, 29),
+        ]
+    return []
+
+
 def generate(setup: str, folder: Path) -> None:
     """Run seeded requests, some of which share a prefix, through the engine."""
     import driver
@@ -67,6 +119,7 @@ def generate(setup: str, folder: Path) -> None:
             Request(name="c", prompt=random_prompt(4, 8) + middle + random_prompt(5, 3), new_tokens=10, at_step=27),
             Request(name="d", prompt=random_prompt(4, 8) + middle + random_prompt(6, 5), new_tokens=8, at_step=36),
         ]
+    requests = own_requests(setup) or requests
     path = folder / "traces" / "trace.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
     batching = {"num_blocks": 96, "max_batch_tokens": 40}
@@ -87,6 +140,10 @@ def generate(setup: str, folder: Path) -> None:
             kept = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
             offloading_manager.torch = SimpleNamespace(**{**kept, "empty": unpinned})
             batching["cpu_offload_space"] = 0.01
+    if setup == "hybrid-wide-page16":
+        batching = {"num_blocks": 40, "max_batch_tokens": 72}
+    if setup == "prefill-first":
+        batching = {"num_blocks": 64, "max_batch_tokens": 24, "scheduler_type": "prefill_first"}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)
