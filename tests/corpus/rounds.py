@@ -181,4 +181,11 @@ ROUND_NOTES = (
             "planter's kinds left it out, and it counts as wrong in this round."
         ),
     ),
+    (
+        "008ad9a9",
+        (
+            "These were to be what teams really meet (reported by several, or in production), chosen without a look at the corpus, each in a setup "
+            "that it does not have: other models, block sizes, chunks, mixes of features. None was wrong with 0.7 or more. One was found clean."
+        ),
+    ),
 )
