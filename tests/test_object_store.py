@@ -235,6 +235,16 @@ def test_what_fails_on_the_way_is_sent_again(fault: str, store: FaultyProxy, tmp
             assert file.read() == content
 
 
+def test_what_was_moved_counts_though_no_answer_comes(store: FaultyProxy, tmp_path: Path) -> None:
+    """The answer to the last step of a move is lost: the store has done it."""
+    folder = tmp_path / "here"
+    recorder(folder, 1).close()
+    whole = left(folder)
+    store.only, store.faults = "^DELETE /bkt/moved", ["lost"] * 2
+    status, said = ship(folder, "moved")
+    assert (status, store.faults, left(folder), names("moved", store)) == (0, [], [], whole), said
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

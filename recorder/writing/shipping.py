@@ -101,14 +101,22 @@ class Shipment:
         partial = target.with_name(f".{target.name}.part")
         filesystem, key = located(partial)
 
-        def send() -> None:
+        def send() -> int:
             with filesystem.open_output_stream(key) as out:
                 crc = _checksum(self._parts(target, descriptor, size), out.write)
             if self._checksum(partial, size) != crc:
                 raise OSError("what came back from the store differs from what was sent")
+            return crc
 
-        retried(target, send)
-        retried(target, lambda: filesystem.move(key, located(target)[1]))
+        def move(crc: int) -> None:
+            try:
+                filesystem.move(key, located(target)[1])
+            except OSError:  # a try before may have moved it, and its answer was lost
+                if self._checksum(target, size) != crc:
+                    raise
+
+        crc = retried(target, send)
+        retried(target, lambda: move(crc))
         if target.stat().st_size != size:
             raise OSError(errno.EIO, "the store shows another size than was sent", str(target))
 
@@ -123,8 +131,11 @@ class Shipment:
                 time.sleep(max(0.0, begin + at / self.bytes_per_second - time.monotonic()))
 
     def _checksum(self, path: RemotePath, size: int) -> int | None:
-        """Return the checksum of what the store holds, None for another size."""
-        file = RemoteFile(path, ahead=1)
+        """Return the checksum of what the store holds, None for another size, or if there is nothing."""
+        try:
+            file = RemoteFile(path, ahead=1)
+        except FileNotFoundError:
+            return None
         try:
             if file.size != size:
                 return None

@@ -21,7 +21,8 @@ DENIED = REFUSED % (b"403 Forbidden", 66, b"<Error><Code>AccessDenied</Code><Mes
 
 
 class FaultyProxy:
-    """Passes HTTP requests on, one a connection; `faults` are the next ones' (reset, 503, 403, truncated, slow, flipped).
+    """Passes HTTP requests on, one a connection; `faults` are the next ones' (reset, 503, 403, truncated, slow, flipped,
+    and lost: what was asked for is done, and no answer comes).
 
     `only` is a pattern of the request lines that are meant, `always` one for all of them; `requests` has their lines.
     """
@@ -84,7 +85,8 @@ class FaultyProxy:
             with socket.create_connection(self._upstream) as server:
                 server.sendall(b"".join(head) + b"Connection: close\r\n\r\n" + body)
                 answer = b"".join(iter(lambda: server.recv(1 << 16), b""))
-            client.sendall(answer[: len(answer) - 1 - len(answer) // 3] if fault == "truncated" else answer)
+            if fault != "lost":
+                client.sendall(answer[: len(answer) - 1 - len(answer) // 3] if fault == "truncated" else answer)
 
 
 def _chunks(file: "object") -> Iterator[bytes]:
