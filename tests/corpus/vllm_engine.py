@@ -164,6 +164,15 @@ SETUPS = {
             "max_num_seqs": 2,
         },
     ),
+    "llama-loads-rest": (
+        "llama",
+        {
+            "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+            "num_gpu_blocks_override": 24,
+            "max_num_batched_tokens": 72,
+            "max_num_seqs": 1,
+        },
+    ),
     "llama-lora-tight": (
         "llama",
         {
@@ -299,6 +308,9 @@ def generate(setup: str, folder: Path) -> None:
         batches = [[tokens(170), tokens(130), tokens(150)], [tokens(190), shared + tokens(90), tokens(120)]]
     if setup == "llama-loads-turns":  # two that grow alike, and then go on where their answers end
         batches = [[tokens(100), tokens(100)], [tokens(11), tokens(6)], [tokens(40)]]
+    if setup == "llama-loads-rest":  # whose beginning is there when the rest of them comes
+        longer = [shared + tokens(60), tokens(45), shared + tokens(75)]
+        batches = [longer, [shared[:52], tokens(30), longer[2] + tokens(6), longer[0] + tokens(9)]]
     if setup == "llama-lora-tight":  # of two tenants and of none, that all begin alike
         batches = [[shared + tokens(i + 3) for i in range(5)], [shared[:50] + tokens(9), *again]]
     if setup.startswith("qwen-ngram"):

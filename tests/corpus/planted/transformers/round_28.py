@@ -91,7 +91,14 @@ def tokens_are_put_where_the_slots_are_and_read_in_the_order_of_the_batch(fired:
         before(io, requests_in_batch, *args, **kwargs)
 
 
-@bug("mlc-ai/mlc-llm#2615", "hybrid-alike", "shared_page_written", "window_read_wrong", "kv_changed", origin="MLC-LLM")
+@bug(
+    "mlc-ai/mlc-llm#2615",
+    "hybrid-alike",
+    "shared_page_written",
+    "stale_prefix_hit",
+    "window_read_wrong",
+    origin="MLC-LLM",
+)
 def prefixes_are_shared_in_layers_whose_window_slides(fired: Fired) -> None:
     """The prefix cache is used for layers with a window as for others. Their blocks are a ring: a request that goes on writes its later tokens over the first ones, in blocks that others with the same beginning have joined or will
     join."""

@@ -207,3 +207,31 @@ def prefix_of_another_adapter_is_hit(fired: Fired) -> None:
             made_by.update({b.block_id: mine for b in table[request.num_computed_tokens // 32 :]})
 
     when_allocated(look)
+
+
+@bug(
+    "vllm-project/vllm#48758",
+    "llama-loads-rest",
+    "load_of_other_prefix",
+    "load_landed_elsewhere",
+    origin="vLLM (NIXL push)",
+)
+def blocks_are_left_out_at_the_wrong_end(fired: Fired) -> None:
+    """A request that has hit its first blocks asks for the others only, and gets as many as it asks for: but from the front of the prompt, where those are that it has already, and not from the back. They lie in the blocks
+    of the places that were missing."""
+    import host_connector
+
+    wrong: set[int] = set()  # blocks
+
+    @replaces(host_connector.HostConnector, "update_state_after_alloc")
+    def update_state_after_alloc(before, connector, request, blocks, count):
+        first, _ = connector._matched.get(request.request_id, (0, False))
+        before(connector, request, blocks, count)
+        if count and first:
+            job = connector._jobs[-1]
+            job.blocks = [
+                (group, block, connector._key(request, at)) for at, (group, block, _) in enumerate(job.blocks)
+            ]
+            wrong.update(block for _, block, _ in job.blocks)
+
+    before_forward(lambda runner, output: reads(runner, output, wrong) and fired())
