@@ -75,6 +75,32 @@ def own_requests(setup: str) -> list:
             ask("e", system + random_prompt(65, 9), 12, 20),
             ask("f", random_prompt(62, 20) + random_prompt(66, 7), 12, 29),
         ]
+    asked = random_prompt(67, 48)
+    if setup == "qwen-verbatim-page16":  # word for word what was asked before, and of whole blocks
+        return [
+            ask("a", asked, 12),
+            ask("b", random_prompt(68, 37), 22, 1),
+            ask("c", asked[:32], 14, 8),
+            ask("d", asked, 20, 16),
+            ask("e", random_prompt(68, 37) + random_prompt(69, 6), 10, 27),
+        ]
+    if setup == "offload-qwen-crowd":  # that all grow, and leave the room to one after the other
+        return [ask(name, random_prompt(70 + i, 12 + 3 * i), 58, 2 * i) for i, name in enumerate("abcde")]
+    if setup == "prefill-first-qwen":  # whose prompts end in steps in which others decode
+        return [
+            ask("a", random_prompt(76, 11), 34),
+            ask("b", random_prompt(77, 8), 28, 1),
+            ask("c", random_prompt(78, 53), 16, 5),
+            ask("d", random_prompt(79, 45), 14, 12),
+        ]
+    if setup == "hybrid-alike":  # that begin alike, and run on for longer than the window
+        return [
+            ask("a", system + random_prompt(80, 8), 40),
+            ask("b", random_prompt(81, 19), 30, 2),
+            ask("c", system + random_prompt(82, 14), 34, 6),
+            ask("d", system + random_prompt(83, 5), 22, 20),
+            ask("e", random_prompt(81, 19) + random_prompt(84, 9), 18, 34),
+        ]
     return []
 
 
@@ -142,8 +168,11 @@ def generate(setup: str, folder: Path) -> None:
             batching["cpu_offload_space"] = 0.01
     if setup == "hybrid-wide-page16":
         batching = {"num_blocks": 40, "max_batch_tokens": 72}
-    if setup == "prefill-first":
-        batching = {"num_blocks": 64, "max_batch_tokens": 24, "scheduler_type": "prefill_first"}
+    if setup.startswith("prefill-first"):
+        budget = 24 if setup == "prefill-first" else 32
+        batching = {"num_blocks": 64, "max_batch_tokens": budget, "scheduler_type": "prefill_first"}
+    if setup == "hybrid-alike":
+        batching = {"num_blocks": 56, "max_batch_tokens": 36}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)

@@ -137,6 +137,53 @@ SETUPS = {
             "max_num_seqs": 4,
         },
     ),
+    "llama-eagle-brim": (
+        "llama",
+        {
+            "speculative_config": {**EAGLE["speculative_config"], "num_speculative_tokens": 5},
+            "max_num_batched_tokens": 160,
+            "block_size": 64,
+            "max_num_seqs": 4,
+        },
+    ),
+    "llama-eagle-churn": ("llama", {**EAGLE, "max_num_batched_tokens": 96, "max_num_seqs": 3}),
+    "hybrid-crowd": (
+        "hybrid",
+        {"max_num_batched_tokens": 200, "num_gpu_blocks_override": 48, "max_num_seqs": 5, "block_size": 16},
+    ),
+    "sliding-tight": (
+        "sliding",
+        {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 12, "max_num_seqs": 3, "block_size": 16},
+    ),
+    "llama-loads-turns": (
+        "llama",
+        {
+            "kv_transfer_config": LOADS,
+            "num_gpu_blocks_override": 9,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 2,
+        },
+    ),
+    "llama-loads-rest": (
+        "llama",
+        {
+            "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+            "num_gpu_blocks_override": 24,
+            "max_num_batched_tokens": 72,
+            "max_num_seqs": 1,
+        },
+    ),
+    "llama-lora-tight": (
+        "llama",
+        {
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": 8,
+            "num_gpu_blocks_override": 12,
+            "max_num_batched_tokens": 56,
+            "max_num_seqs": 4,
+        },
+    ),
 }
 
 
@@ -165,7 +212,7 @@ def generate(setup: str, folder: Path) -> None:
     arguments = dict(arguments)
     if "model" in arguments.get("speculative_config", {}):
         arguments["speculative_config"] = {
-            **EAGLE["speculative_config"],
+            **arguments["speculative_config"],
             "model": str(CONFORMANCE / "models" / "eagle"),
         }
     if "kv_transfer_config" in arguments:
@@ -253,6 +300,19 @@ def generate(setup: str, folder: Path) -> None:
         batches = [[shared + tokens(90), tokens(150), tokens(20)], [shared + tokens(60), tokens(110), shared[:66]]]
     if setup == "llama-chunks-back":  # that all grow together until there is no room
         batches = [[shared, tokens(50), tokens(61), tokens(44)], [shared[:60] + tokens(9), tokens(70), tokens(35)]]
+    if setup == "llama-eagle-brim":  # that run until there is no place left in the longest context
+        batches = [[tokens(231), tokens(90)], [shared + tokens(162), shared + tokens(170)], again[1:4]]
+    if setup == "hybrid-crowd":  # several of which are computed in one step
+        batches = [[tokens(70), shared + tokens(9), tokens(24), tokens(38)], [shared + tokens(30), tokens(85)], again]
+    if setup == "sliding-tight":  # of many chunks, while there are no blocks to spare
+        batches = [[tokens(170), tokens(130), tokens(150)], [tokens(190), shared + tokens(90), tokens(120)]]
+    if setup == "llama-loads-turns":  # two that grow alike, and then go on where their answers end
+        batches = [[tokens(100), tokens(100)], [tokens(11), tokens(6)], [tokens(40)]]
+    if setup == "llama-loads-rest":  # whose beginning is there when the rest of them comes
+        longer = [shared + tokens(60), tokens(45), shared + tokens(75)]
+        batches = [longer, [shared[:52], tokens(30), longer[2] + tokens(6), longer[0] + tokens(9)]]
+    if setup == "llama-lora-tight":  # of two tenants and of none, that all begin alike
+        batches = [[shared + tokens(i + 3) for i in range(5)], [shared[:50] + tokens(9), *again]]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -265,6 +325,9 @@ def generate(setup: str, folder: Path) -> None:
         setup == "llama-lora-salts"
     ):  # and then the base model, some of whose requests have the adapter's name as their salt
         lora = [adapter(folder, 1, "tenant 1"), None]
+    if setup == "llama-lora-tight":
+        both = adapter(folder, 1, "tenant 1"), None, adapter(folder, 2, "tenant 2")
+        lora = [[both[(i + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
     if setup == "llama-lora-loads":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
         lora = [both[0], both[1], both[0]]
@@ -311,7 +374,15 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "llama-lora-added":
             outputs += with_added_adapters(llm, number, given, sampling, folder)
             continue
-        if setup in ("llama-chunks-back", "qwen-ngram-five"):
+        if setup == "llama-loads-turns" and number == 1:  # of the first answers there are many tokens in the question
+            given = [
+                {"prompt_token_ids": asked + answer[:42] + prompt}
+                for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
+            ]
+        if setup in ("llama-eagle-brim", "llama-loads-turns"):
+            for one, question in zip(sampling, given, strict=True):
+                one.max_tokens = min(26 if "brim" in setup else 46, 256 - len(question["prompt_token_ids"]))
+        if setup in ("llama-chunks-back", "qwen-ngram-five", "sliding-tight"):
             for one in sampling:
                 one.max_tokens += 30
         if setup == "llama-streaming":
