@@ -13,7 +13,9 @@ from typing import Final, NamedTuple
 from .cluster import Cluster, Diagnosis
 from .facts import FACTS_A_SLOT, Fact
 from .observed import (
+    begins_behind_its_prompt,
     begins_from_another,
+    behind_its_rows_end,
     filled_while_read,
     given_at_once,
     goes_on_inside,
@@ -34,6 +36,7 @@ from .observed import (
     taken_from_behind,
     twice_in_batch,
     went_elsewhere,
+    window_gone_round,
     written_past_its_row,
     wrote_to_padding,
 )
@@ -247,6 +250,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", ("next_token_swap",))
     if any(k.startswith("input_") for k in kinds) and not begins_from_another(cluster):
         return Likely("input", _POSITIONS if seen.positions else ())
+    if behind_its_rows_end(cluster) is not None:
+        return Likely("write", ("slot_mapping", "shared_page_written"))
     if "attention_lens" in kinds:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
     if written_past_its_row(cluster) is not None:
@@ -264,7 +269,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely(cluster.first.branch)
     if any(left_out_of_a_prompt(cluster, s) for s in head):
         return Likely("content", ("prefix_not_computed", "position_off"))
-    if any(skipped(cluster, s) for s in head):
+    if any(skipped(cluster, s) or begins_behind_its_prompt(cluster, s) for s in head):
         return Likely("input", _POSITIONS)
     if seen.fed and not content and not kinds & _OF_SLOTS:
         return Likely("input", _POSITIONS if seen.positions else ())
@@ -277,6 +282,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("shared_page_written", "req_to_token"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
+    if window_gone_round(cluster, sign):
+        return Likely("allocation", ("stale_prefix_hit", "shared_page_written"))
     if seen.held is Held.JOINED_GONE and filled_while_read(cluster, sign):
         return Likely("content", ("hit_before_written", "stale_prefix_hit"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":

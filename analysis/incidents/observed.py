@@ -2,7 +2,7 @@
 
 from .cluster import Cluster
 from .facts import Fact
-from .sign import CHAIN, CONTENT, KV_HASH, POSITION, Sign
+from .sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
 
 
 def twice_in_batch(cluster: Cluster) -> bool:
@@ -32,6 +32,16 @@ def written_past_its_row(cluster: Cluster) -> tuple[Sign, tuple[int, int]] | Non
         own = cluster.wrote(sign) if sign.kind == "slot_out_of_pool" and sign.slot < 0 else None
         if own is not None and read.get(own[1], sign.request_id) != sign.request_id:
             return sign, own
+    return None
+
+
+def behind_its_rows_end(cluster: Cluster) -> tuple[Sign, Sign] | None:
+    """Return a position that a request's row has no room for, and the request's own slot of another that it wrote in its place."""
+    for beyond in cluster.head:
+        for sign in cluster.head if beyond.kind == "entry_out_of_table" else ():
+            mine = sign.request_id == beyond.request_id and sign.kind == "write_to_foreign_slot"
+            if mine and sign.position < beyond.position and cluster.was_given(sign):
+                return beyond, sign
     return None
 
 
@@ -265,6 +275,29 @@ def filled_while_read(cluster: Cluster, sign: Sign) -> bool:
     goes_on = any(s.request_id == sign.request_id and s.event > sign.event for s in cluster.signs)
     wrong = [s for s in mine if s.bits & CONTENT]
     return at_once and goes_on and bool(wrong) and all(s.last_forward == s.forward for s in wrong)
+
+
+def window_gone_round(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request joined a slot over which the window of another, who was given it, had gone round."""
+    window, given = cluster.window(sign), cluster.last(sign, "alloc")
+    round_ = bool(window and sign.bits & POSITION) and sign.stored_position - sign.position >= window
+    others = given is not None and given.request_id == sign.writer_request_id != sign.request_id
+    return round_ and others and cluster.joined(sign)
+
+
+def begins_behind_its_prompt(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request's first token is one behind its prompt, which it computes by itself, and it is not the one that was sampled."""
+    begin, header = cluster.facts.begins.get(sign.request_id), cluster.facts.header
+    if (
+        begin is None
+        or header is None
+        or header.role == "decode"
+        or sign.runner
+        or sign.request_id in cluster.facts.loads
+    ):
+        return False
+    behind = begin.prefix_len == cluster.facts.prompts.get(sign.request_id) == sign.position
+    return behind and sign.bits == TOKEN and cluster.wrote(sign) == (begin.event, sign.slot)
 
 
 def begins_from_another(cluster: Cluster) -> bool:

@@ -3,7 +3,7 @@
 from ..cluster import Cluster, Diagnosis, rule
 from ..evidence import POSSIBLE, REMAINS
 from ..facts import Fact
-from ..observed import wrote_to_padding
+from ..observed import window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
@@ -173,6 +173,9 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
     evicted or given back, and may be another's by then. (V#17305, V#4761)
     """
     for sign in cluster.head:
+        if window_gone_round(cluster, sign):
+            said = f"{sign.reader} joined {sign.place} as a cached prefix, over which the window of its holder had gone round: {sign.differs}"
+            return cluster.diagnosis(0.85, said, sign, sign.writer_event, sign.event, cause=sign.event)
         mine = [f for f in cluster.history(sign) if f.what == "shared" and f.request_id == sign.request_id]
         before = [f for f in cluster.history(sign) if mine and f.event < mine[-1].event]
         gone = next((f for f in reversed(before) if f.what in ("evict", "free")), None)

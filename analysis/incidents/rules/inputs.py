@@ -1,7 +1,15 @@
 """What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, samples_query
-from ..observed import begins_from_another, handed_round, left_out_of_a_prompt, over_its_window, skipped
+from ..observed import (
+    begins_behind_its_prompt,
+    begins_from_another,
+    behind_its_rows_end,
+    handed_round,
+    left_out_of_a_prompt,
+    over_its_window,
+    skipped,
+)
 from ..sign import POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
 
 
@@ -47,6 +55,12 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
             said += f"{sign.writer_forward}: {sign.place}, read in {sign.when}"
             return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
     for sign in cluster.head:
+        own = cluster.wrote(sign)
+        if own is not None and begins_behind_its_prompt(cluster, sign):
+            said = f"{sign.reader} began at position {sign.position}, behind its whole prompt, with token {sign.stored_token}, before any was "
+            said += f"sampled for it: {sign.place}, read in {sign.when}; a prompt's last token is to be computed at its own place"
+            return cluster.diagnosis(0.85, said, sign, own[0], sign.event, cause=own[0])
+    for sign in cluster.head:
         if skipped(cluster, sign) and not left_out_of_a_prompt(cluster, sign):
             ended, begins = (of[sign.event, sign.request_id] for of in (cluster.facts.ahead, cluster.facts.prefixes))
             said = f"{sign.reader} went on from position {begins} in {sign.when}, and its forward before had ended at {ended}: what "
@@ -81,6 +95,8 @@ def _in_plan(cluster: Cluster, sign: Sign) -> bool:
 def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
     """The draft's positions are built one too high. (S#25015)"""
     first = cluster.first
+    if behind_its_rows_end(cluster) is not None:
+        return None  # which an engine gives another position on purpose
     if first.runner > 0 and _told([other for other in cluster.head if other.request_id == first.request_id]):
         said = f"the draft model was fed a position that is not its token's, of {first.reader} in {first.when}: {first.place}; "
         said += "attention's length is that of another position"

@@ -186,7 +186,7 @@ def stores_of_a_preempted_request_run_when_its_blocks_are_gone(fired: Fired) -> 
         return made
 
 
-@bug("ggml-org/llama.cpp#26207", "llama-lora-tight", "identity_not_in_key", origin="llama.cpp")
+@bug("ggml-org/llama.cpp#26207", "llama-lora-tight", "identity_not_in_key", reads=2, origin="llama.cpp")
 def prefix_of_another_adapter_is_hit(fired: Fired) -> None:
     """Requests choose their adapters one by one, and the prefix cache is asked for their tokens alone. What was computed with another adapter, or with none, is taken for the request's own."""
     from vllm.v1.core import kv_cache_utils
