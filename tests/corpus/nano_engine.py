@@ -24,6 +24,9 @@ SETUPS = {
     "nano-waits": (8, 12),
     "nano-page4": (4, 44),
     "nano-chunks13": (8, 32),
+    "nano-page5-few": (5, 20),
+    "nano-page6": (6, 40),
+    "nano-page4-few": (4, 23),
 }
 
 
@@ -85,6 +88,21 @@ def generate(setup: str, folder: Path, engines: list) -> None:
             0: [(first + tokens(24), 9)],
             2: [(tokens(7), 12), (shared + tokens(20), 8)],
             14: [(first + tokens(19), 10), (tokens(31), 6)],
+        }
+    if setup == "nano-page5-few":  # that talk for long, for which there is no room at the same time
+        asked = {0: [(tokens(23), 22), (shared, 24)], 1: [(tokens(14), 20)], 6: [(shared[:15] + tokens(8), 16)]}
+    if setup == "nano-page6":  # of which some end with a block, and one goes on behind another
+        asked = {
+            0: [(tokens(12), 15), (shared, 11)],
+            4: [(shared[:12] + tokens(7), 13), (tokens(22), 9)],
+            18: [(tokens(18), 10), (shared + tokens(5), 12)],
+        }
+    if setup == "nano-page4-few":  # that come again, and are longer, when others have used most blocks since
+        asked = {
+            0: [(first, 6), (tokens(9), 12)],
+            8: [(tokens(27), 7)],
+            16: [(first + tokens(23), 10), (tokens(18), 10)],
+            34: [(tokens(30), 9), (first + tokens(13), 9)],
         }
     answers = []
     for step in range(400):

@@ -55,6 +55,12 @@ SETUPS = {
     "llama-host-page4": ("llama", 4, 160, False, 3, False),
     "hybrid-page4-no-tree": ("mellum_hybrid", 4, 512, False, 3, False),
     "llama-lora-swapped-no-tree": ("llama", 1, 512, False, 2, False),
+    "llama-overlap-mixed": ("llama", 1, 512, True, 4, False),
+    "recurrent-replay": ("lfm2", 1, 512, False, 3, False),
+    "llama-page4-crowd-retract": ("llama", 4, 240, False, 5, True),
+    "llama-lora-page4": ("llama", 4, 512, False, 4, False),
+    "llama-host-storage": ("llama", 4, 160, False, 3, False),
+    "llama-host-overlap": ("llama", 4, 160, True, 3, False),
 }
 
 
@@ -241,15 +247,16 @@ def options_of(setup: str) -> dict:
     """Return what the engine is given for adapters, or for copies in the host's memory; put in place what they need."""
     if setup.startswith("llama-session"):
         return {"enable_streaming_session": True}
-    if setup.startswith("llama-lora"):
-        from request_kinds import LORA, load_adapters
-
-        load_adapters()
+    if setup.startswith("llama-lora") or setup.endswith("storage"):
         import torch
 
         for name in ("empty", "zeros", "tensor", "arange"):  # there is no pinned memory without a device
             setattr(torch, name, unpinned(getattr(torch, name)))
         torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    if setup.startswith("llama-lora"):
+        from request_kinds import LORA, load_adapters
+
+        load_adapters()
         if "swapped" in setup:  # more adapters than buffers, which do not touch the same modules
             paths = [*LORA["lora_paths"], f"outputs={adapter_of_outputs()}"]
             modules = [*LORA["lora_target_modules"], "o_proj"]
@@ -265,8 +272,24 @@ def options_of(setup: str) -> dict:
             "hicache_ratio": 4.0,
             "hicache_write_policy": "write_back",
             **layout,
+            **(kept_in_files() if setup.endswith("storage") else {}),
         }
     return {}
+
+
+def kept_in_files() -> dict:
+    """Return what the engine is given to keep in files what it has in the host's memory, and to wait for what it reads there.
+
+    The tree is the one in Python.
+    """
+    os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
+    return {
+        "hicache_ratio": 3.0,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 4}),
+    }
 
 
 def fired_in(forward: list[int]):
@@ -318,6 +341,7 @@ def generate(setup: str, folder: Path) -> None:
         close_while_it_decodes()
     if setup == "llama-session-abort":
         abort_while_it_decodes()
+    os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder.resolve() / "stored")
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
         model_path=f"models/{model}",
@@ -367,6 +391,8 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "hybrid-page4-no-tree":  # of one to three chunks
         prompts = [tokens(count) for count in (21, 75, 40, 11)]
         again = [tokens(50), tokens(33)]
+    if setup == "recurrent-replay":  # some of which are asked again as they were
+        again = [prompts[1], tokens(21), prompts[3], prompts[1]]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
@@ -417,6 +443,10 @@ def generate(setup: str, folder: Path) -> None:
             salts["lora_path"] = [("second", "first", None)[i % 3] for i in range(len(batch))]
         if "swapped" in setup:
             salts["lora_path"] = [("outputs", "first", "second")[(i // 2 + i % 2) % 3] for i in range(len(batch))]
+        if setup == "llama-lora-page4":  # neighbours have different ones, and others of the batch have the same again
+            salts["lora_path"] = [("first", "second", "first", None, "second")[i % 5] for i in range(len(batch))]
+        if setup == "llama-host-storage":  # another tenant goes on behind what the first one has asked
+            salts["cache_salt"] = [f"tenant {number // 4}"] * len(batch)
         if setup == "llama-salts":
             salts["cache_salt"] = [f"tenant {i % 2 + number}" for i in range(len(batch))]
         if setup == "llama-beams":  # every other has three beams
