@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from kvcanary.kernels.capture import model_forward
 from kvcanary.recorder.engines.sglang import attachment as sglang_attachment
 from kvcanary.recorder.process.settings import RecordingSettings
@@ -19,10 +20,25 @@ pytestmark = pytest.mark.usefixtures("process_goes_on")
 
 
 class Backend:
+    """Gives the layers a segment a request, or what `cut` makes of a batch's rows: places and lengths."""
+
+    cut: Any = None
+    batch_info: Any = None
+
     def prepare_lora_batch(
         self, forward_batch: Any, weight_indices: list[int], lora_ranks: list[int], scalings: list[float]
     ) -> None:
         """Hand a batch's places to the layers."""
+        if self.cut is not None:
+            lens = (
+                forward_batch.extend_seq_lens_cpu
+                if "extend" in str(forward_batch.forward_mode).lower()
+                else [1] * len(weight_indices)
+            )
+            places, lens = (torch.tensor(values) for values in self.cut(weight_indices, lens))
+            self.batch_info = SimpleNamespace(
+                seg_lens_cpu=lens, weight_indices_cpu=places, num_segments=len(lens), permutation=None
+            )
 
 
 class Adapters:
@@ -44,12 +60,15 @@ class Adapters:
             self.lora_backend.prepare_lora_batch(*given.values())
 
 
-def recorded(folder: Path, patch: pytest.MonkeyPatch, turn: Any, ranks: tuple[int, ...] = (0, 8, 8, 8)) -> Path:
+def recorded(
+    folder: Path, patch: pytest.MonkeyPatch, turn: Any, ranks: tuple[int, ...] = (0, 8, 8, 8), cut: Any = None
+) -> Path:
     """Serve three requests, of two adapters and of none, whose batches get places as `turn` has it; return the trace."""
     patch.setattr(sglang_attachment, "not_applied", list)
     attached = hooked(patch, RecordingSettings(folder=folder))
     runner = ModelRunner()
     adapters = runner.lora_manager = Adapters(turn, list(ranks))
+    adapters.lora_backend.cut = cut
     init = ForwardBatch.init_new.__func__
 
     def init_new(cls: Any, batch: Any, model_runner: Any) -> Any:
@@ -127,3 +146,26 @@ def test_a_batch_whose_places_nobody_was_told_is_said_nothing_of(
 def test_a_place_of_no_rank_adds_nothing_whatever_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorded(tmp_path, monkeypatch, lambda places: [1, *places[1:]], ranks=(0, 0, 8, 8))
     assert all([place for place, _ in one] == [1] for one in said(trace))
+
+
+@pytest.mark.usefixtures("on_either")
+@pytest.mark.parametrize(
+    ("cut", "whose"),
+    [
+        (lambda places, lens: (places, lens), []),
+        (
+            lambda places, lens: ([0, 1, 2], [lens[0] + 1, lens[1], lens[2]]),
+            [(1, 1), (2, 1)],
+        ),  # all but the first begin late
+        (lambda places, lens: ([0, 1], [sum(lens[:2]), lens[2]]), [(1, 0), (2, 0)]),
+        (lambda places, lens: ([0], [lens[0]]), []),  # of the other rows nothing is known
+    ],
+)
+def test_a_segment_of_the_batch_that_reaches_into_another_request_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: Any, whose: list[tuple[int, int]]
+) -> None:
+    trace = recorded(tmp_path, monkeypatch, list, cut=cut)
+    extend, *_ = said(trace)
+    assert extend == [(place, count or 3) for place, count in whose]
+    found = replay(trace, settings=ReplaySettings(), report=None).findings_by_kind
+    assert found.get("computed_otherwise", 0) == len(whose)
