@@ -290,14 +290,12 @@ def begins_behind_its_prompt(cluster: Cluster, sign: Sign) -> bool:
     begin, header = cluster.facts.begins.get(sign.request_id), cluster.facts.header
     if (
         begin is None
-        or header is None
-        or header.role == "decode"
-        or sign.runner
-        or sign.request_id in cluster.facts.loads
+        or begin.prefix_len != cluster.facts.prompts.get(sign.request_id)
+        or begin.prefix_len != sign.position
     ):
         return False
-    behind = begin.prefix_len == cluster.facts.prompts.get(sign.request_id) == sign.position
-    return behind and sign.bits == TOKEN and cluster.wrote(sign) == (begin.event, sign.slot)
+    first = sign.bits == TOKEN and not sign.runner and cluster.wrote(sign) == (begin.event, sign.slot)
+    return first and sign.request_id not in cluster.facts.loads and header is not None and header.role != "decode"
 
 
 def begins_from_another(cluster: Cluster) -> bool:
