@@ -183,8 +183,8 @@ class TokenBytes(HistoryCheck):
     def _judge(self, runner: int, number: int, stream: _Stream, limit: float, v: _Stream) -> Iterator[Finding]:
         together: dict[tuple[int, int], list[Any]] = {}
         for one in stream.found:
-            # Else nothing shows that weights and adapter were those of before.
-            if one[0] > limit and self._same_weights(v, one):
+            # Else nothing shows that weights and adapter were those of before, or those of K alone were not.
+            if one[0] > limit and self._same_weights(v, one) and self._same_weights(stream, one):
                 together.setdefault((one[1][EVENT], one[1][REQUEST]), []).append(one)
         names = self.history.request_table
         for (event, request), members in together.items():
@@ -270,7 +270,7 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
         # All that a forward wrote comes at once. Of K it is its V that shows the weights.
         among_right = known.half == "K" or (key >> TOKEN_BITS << TOKEN_BITS | place[EVENT]) in right
         known.found.append((much, place, places[at - 1].tolist(), key, among_right))
-    for identity in np.unique(of).tolist() if known.half == "V" else ():
+    for identity in np.unique(of).tolist():
         before = known.alike.get(identity, spans[:0])
         known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
     last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))[-_MAX_TOKENS:]

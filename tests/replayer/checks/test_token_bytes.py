@@ -254,6 +254,10 @@ def turned_by_the_batch(tokens, positions, request):
     return turned(tokens, positions + request % 5, request)
 
 
+def turned_with_new_weights(tokens, positions, request):
+    return turned(tokens, positions, request) * (2.0 if request > LAST_BUT_ONE // 2 else -1.0)
+
+
 def other_in_one_request(tokens, positions, request):
     return tokens * (0.5 if request == LAST_BUT_ONE else 1.0)
 
@@ -274,6 +278,7 @@ def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
     [
         (turned, of_the_token),
         (turned_by_the_batch, of_the_token),  # as by the length of the longest request
+        (turned_with_new_weights, of_the_token),  # of K alone (a norm, an adapter of q and k), and nobody says so
         (turned_by_the_next_position, of_position),  # nothing shows what K follows from
     ],
 )
