@@ -121,7 +121,8 @@ class TokenBytes(HistoryCheck):
                 limit = self._limit(runner, number, stream)
                 if limit is not None:
                     yield from self._judge(runner, number, stream, limit, stream)
-                    yield from self._judge_k(runner, number, stream)
+                    if limit <= _K_MOST:  # else nearly all repeats differ: V follows from more than the token
+                        yield from self._judge_k(runner, number, stream)
         self._streams.clear()
 
     def _judge_k(self, runner: int, number: int, v: _Stream) -> Iterator[Finding]:
