@@ -44,7 +44,8 @@ _ROUNDING: Final = ROUNDING | {dtype: of.relative for dtype, of in _CODES.items(
 _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 64  # repeats from which anything can be learnt
-_K_MOST: Final = 0.25  # of the largest value: what rotation leaves of two large values may be little but their rounding
+_K_MOST: Final = 0.25  # of the largest value in the row, or in most rows
+_RECENT: Final = 4096  # rows that show, with those of a batch, how large K is
 _POSITION_BITS: Final = 20  # of K's keys, between the identity and the token
 _MAX_TOKENS: Final = 1 << 17  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
@@ -120,7 +121,8 @@ class TokenBytes(HistoryCheck):
                 limit = self._limit(runner, number, stream)
                 if limit is not None:
                     yield from self._judge(runner, number, stream, limit, stream)
-                    yield from self._judge_k(runner, number, stream)
+                    if limit <= _K_MOST:  # else nearly all repeats differ: V follows from more than the token
+                        yield from self._judge_k(runner, number, stream)
         self._streams.clear()
 
     def _judge_k(self, runner: int, number: int, v: _Stream) -> Iterator[Finding]:
@@ -183,8 +185,8 @@ class TokenBytes(HistoryCheck):
     def _judge(self, runner: int, number: int, stream: _Stream, limit: float, v: _Stream) -> Iterator[Finding]:
         together: dict[tuple[int, int], list[Any]] = {}
         for one in stream.found:
-            # Else nothing shows that weights and adapter were those of before.
-            if one[0] > limit and self._same_weights(v, one):
+            # Else nothing shows that weights and adapter were those of before, or those of K alone were not.
+            if one[0] > limit and self._same_weights(v, one) and self._same_weights(stream, one):
                 together.setdefault((one[1][EVENT], one[1][REQUEST]), []).append(one)
         names = self.history.request_table
         for (event, request), members in together.items():
@@ -251,7 +253,8 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
     known.pairs += int(tells.sum())
     other = np.append(False, (rows[1:] != rows[:-1]).any(axis=1))
     differ = np.flatnonzero(same & new & other)
-    by = _differ_by(rows[differ], rows[differ - 1], dtype)
+    usual = _usual(np.concatenate([known.rows[-_RECENT:], data]), dtype) if known.half == "K" and len(differ) else 0.0
+    by = _differ_by(rows[differ], rows[differ - 1], dtype, usual)
     known.by.append(by[tells[differ]])
     alike = same & new
     alike[differ] = by <= _ROUNDING[dtype]
@@ -270,7 +273,7 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
         # All that a forward wrote comes at once. Of K it is its V that shows the weights.
         among_right = known.half == "K" or (key >> TOKEN_BITS << TOKEN_BITS | place[EVENT]) in right
         known.found.append((much, place, places[at - 1].tolist(), key, among_right))
-    for identity in np.unique(of).tolist() if known.half == "V" else ():
+    for identity in np.unique(of).tolist():
         before = known.alike.get(identity, spans[:0])
         known.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))
     last = np.flatnonzero(np.append(keys[1:] != keys[:-1], True))[-_MAX_TOKENS:]
@@ -296,11 +299,17 @@ def _joined(spans: Int64Array) -> Int64Array:
     return np.stack([spans[new, 0], furthest[np.append(np.flatnonzero(new)[1:], len(spans)) - 1]], axis=1)
 
 
-def _differ_by(one: ByteArray, other: ByteArray, dtype: str) -> npt.NDArray[np.float64]:
-    """Return how far rows differ, as a part of their largest value, `[n]`."""
+def _usual(rows: ByteArray, dtype: str) -> float:
+    """Return the largest value of most rows: where rotation takes large values from one another their rounding is left, at few positions."""
+    largest = np.abs(float_values(rows, dtype)).max(axis=1, initial=0)
+    return float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
+
+
+def _differ_by(one: ByteArray, other: ByteArray, dtype: str, least: float) -> npt.NDArray[np.float64]:
+    """Return how far rows differ, as a part of their largest value or of `least`, `[n]`."""
     a, b = (float_values(rows, dtype) for rows in (one, other))
     step = _CODES[dtype].absolute if dtype in _CODES else 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        largest = np.maximum(np.abs(a).max(axis=1, initial=0), np.abs(b).max(axis=1, initial=0))
+        largest = np.maximum(np.abs(a).max(axis=1, initial=least), np.abs(b).max(axis=1, initial=least))
         found = np.maximum(np.abs(a - b).max(axis=1, initial=0) - step, 0) / np.maximum(largest, 1e-30)
     return np.where(np.isnan(found), 1.0, found)

@@ -133,8 +133,9 @@ class Identities:
     def on_weights(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Take note of weights that are loaded into the model: what is computed from now on is of others."""
 
-        def loaded(_: Any, error: BaseException | None) -> None:
-            self._model, self._known = self._model + 1, error is None
+        def loaded(names: Any, error: BaseException | None) -> None:
+            if error is not None or not isinstance(names, set) or names:  # most models name what they have loaded
+                self._model, self._known = self._model + 1, error is None
 
         return loaded
 

@@ -27,10 +27,11 @@ class Loader:
 
 
 class Model:
-    def load_weights(self, weights: Any) -> None:
-        """New weights."""
+    def load_weights(self, weights: Any, names: Any = None) -> Any:
+        """New weights of these names, if the model names them."""
         if weights is None:
             raise ValueError("no such parameter")
+        return names
 
 
 @pytest.fixture
@@ -90,6 +91,16 @@ def test_weights_that_come_in_parts_are_one_change_for_a_step(engine: Any) -> No
     engine.identities.begin_step()
     engine.begin("b", 0)
     assert engine.said[1:] == [(name, {"adapter": "", "weights": "2"}) for name in "ab"]
+
+
+def test_where_the_model_has_loaded_nothing_the_weights_are_the_same(engine: Any) -> None:
+    engine.begin("a", 0)
+    engine.runner.get_model().load_weights([], set())
+    engine.identities.begin_step()
+    assert len(engine.said) == 1
+    engine.runner.get_model().load_weights([], {"a norm"})
+    engine.identities.begin_step()
+    assert engine.said[1:] == [("a", {"adapter": "", "weights": "1"})]
 
 
 def test_behind_weights_that_could_not_be_loaded_nobody_knows_what_they_are(engine: Any) -> None:

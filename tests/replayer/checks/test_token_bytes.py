@@ -254,6 +254,23 @@ def turned_by_the_batch(tokens, positions, request):
     return turned(tokens, positions + request % 5, request)
 
 
+def turned_with_new_weights(tokens, positions, request):
+    return turned(tokens, positions, request) * (2.0 if request > LAST_BUT_ONE // 2 else -1.0)
+
+
+def turned_otherwise_at_last(tokens, positions, request):
+    return turned(tokens, positions + (request > LAST_BUT_ONE) * (positions > 20), request)
+
+
+def of_all_before(tokens, positions, request):
+    return tokens * (1 + np.cumsum(tokens) % 7)
+
+
+def turned_to_nothing(tokens, positions, request):
+    """As two large values do that take one another away at one position, where only their rounding is left."""
+    return np.where(positions == 7, 5.0 + 5 * (request == LAST_BUT_ONE), 100 * turned(tokens, positions, request))
+
+
 def other_in_one_request(tokens, positions, request):
     return tokens * (0.5 if request == LAST_BUT_ONE else 1.0)
 
@@ -274,7 +291,10 @@ def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
     [
         (turned, of_the_token),
         (turned_by_the_batch, of_the_token),  # as by the length of the longest request
+        (turned_to_nothing, of_the_token),
+        (turned_with_new_weights, of_the_token),  # of K alone (a norm, an adapter of q and k), and nobody says so
         (turned_by_the_next_position, of_position),  # nothing shows what K follows from
+        (turned_otherwise_at_last, of_all_before),  # nor where the last prompt's V is that of the one before
     ],
 )
 def test_what_turns_k_is_learnt_from_the_file(tmp_path, k, v):
