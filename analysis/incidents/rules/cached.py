@@ -210,8 +210,7 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
         beside = copy_finding(
             cluster, "landed_elsewhere", "other_order", "stored_wrong", "stored_over", "changed_in_store"
         )
-        score = 0.92 if copy.cause == "nothing_landed" else 0.5 if copy.cause == "loaded_wrong" else POSSIBLE
-        score = 0.6 if beside is not None else score
+        score = 0.6 if beside is not None else POSSIBLE if copy.cause != "nothing_landed" else 0.92
         return cluster.diagnosis(score, said, copy, cause=copy.event)
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
@@ -326,8 +325,8 @@ def transfer_wrong_stride(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(score, said, sign, queries=(*cluster.evidence(sign), asked), cause=sign.event)
     wrong = copy_finding(cluster, "loaded_wrong")
     if wrong is not None:
-        said = f"{wrong.place} of {wrong.reader} {wrong.detail}, in {wrong.when}: if all of it came, not in its place, or not what was asked for"
-        return cluster.diagnosis(POSSIBLE, said, wrong, cause=wrong.event)
+        said = f"{wrong.place} of {wrong.reader} {wrong.detail}, in {wrong.when}: if all of it came, not in its place"
+        return cluster.diagnosis(0.5, said, wrong, cause=wrong.event)
     beside = cluster.only_kv_hash()
     change = cluster.last(beside, "changed") if beside is not None else None
     if beside is None or change is None or change.twin_kind != "transfer":

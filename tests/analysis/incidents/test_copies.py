@@ -85,7 +85,7 @@ CASES = {
     "a storage that is not read": (
         [(8, 4, (RIGHT, 0), STORE), (4, 12, (0, OTHER, EMPTY), LOAD)],
         [("copy_differs", "loaded_wrong", 12)],
-        ["transfer_wrong_stride"],
+        ["failed_load_counted_loaded"],
     ),
     "another page": (
         [(8, 4, (RIGHT, RIGHT), STORE), (20, 8, (OTHER, OTHER), STORE), (4, 12, (RIGHT, OTHER, EMPTY), LOAD)],
