@@ -3,7 +3,13 @@
 from bugs import Fired, bug, replaces
 
 
-@bug("raullenchai/Rapid-MLX#1124", "qwen-verbatim-page16", "position_off", origin="Rapid-MLX")
+@bug(
+    "raullenchai/Rapid-MLX#1124",
+    "qwen-verbatim-page16",
+    "position_off",
+    origin="Rapid-MLX",
+    late="what belongs behind the prompt is known when it has been sampled",
+)
 def last_token_of_a_full_hit_is_counted_twice(fired: Fired) -> None:
     """A prompt that is in the cache as a whole has its last token computed again, for its logits. Its place in the cache is not taken back for that, so that the token comes a second time, at the position behind itself, and all that
     follow are one too far."""
