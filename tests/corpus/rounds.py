@@ -195,7 +195,8 @@ ROUND_NOTES = (
             "Chosen as those of round 27, and none of a thread that had been made anew before. One was wrong with 0.95: drafts behind the longest "
             "context, which an engine gives another position on purpose. `segments_of_adapters_overlap_what_lies_between` was found clean, since "
             "what the layers get was not read row by row; it is since, and was recorded again behind the count. The late one "
-            "(`prefix_of_another_adapter_is_hit`) is not: vLLM's step is recorded as two forwards (set behind the count)."
+            "(`prefix_of_another_adapter_is_hit`) is not: vLLM's step is recorded as two forwards (set behind the count), and it was recorded again with a "
+            "place for adapters that stays free, since its clean run met a mistake of vLLM's own."
         ),
     ),
 )

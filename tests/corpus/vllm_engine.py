@@ -173,11 +173,12 @@ SETUPS = {
             "max_num_seqs": 1,
         },
     ),
+    # A place for an adapter stays free: on the CPU requests without one get the last (docs/results/found.md).
     "llama-lora-tight": (
         "llama",
         {
             "enable_lora": True,
-            "max_loras": 2,
+            "max_loras": 3,
             "max_lora_rank": 8,
             "num_gpu_blocks_override": 12,
             "max_num_batched_tokens": 56,
