@@ -176,7 +176,8 @@ class TokenBytes(HistoryCheck):
         noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
         limit = max(_ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
         too_few = stream.pairs < _FEWEST
-        if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
+        nothing = limit >= 1  # equal tokens differ by as much as others do
+        if too_few or nothing or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
             return None
         return limit
 

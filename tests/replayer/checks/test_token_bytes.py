@@ -14,6 +14,7 @@ from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import ModelInfo, PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.checks import token_bytes
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
@@ -279,6 +280,21 @@ def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
 )
 def test_what_turns_k_is_learnt_from_the_file(tmp_path, k, v):
     assert played(tmp_path, k, v) == ({}, [])
+
+
+def v_of_tokens_before(tokens, positions, request):
+    return 100 * np.cos(tokens + 3.7 * np.append(0, tokens[:-1]))
+
+
+def k_of_tokens_before(tokens, positions, request):
+    return 100 * np.sin(tokens + 3.7 * np.append(0, tokens[:-1]) + positions)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_where_v_follows_from_more_than_the_token_k_does_too_however_many_differ(tmp_path, monkeypatch, kept):
+    """As in a draft, which is fed what the target makes of a context: of more differences than are kept nothing follows."""
+    monkeypatch.setattr(token_bytes, "_MAX_TOKENS", kept)
+    assert played(tmp_path, k_of_tokens_before, v_of_tokens_before) == ({}, [])
 
 
 def test_a_token_that_is_other_in_k_and_v_is_of_other_weights(tmp_path):
