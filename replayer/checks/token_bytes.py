@@ -24,6 +24,7 @@ from ..model.written import (
     BEFORE,
     EVENT,
     FORWARD,
+    FURTHEST,
     NEEDED,
     POSITION,
     REQUEST,
@@ -59,6 +60,7 @@ class _Stream:
     more than rounding: by how much, the place, the place of the token before, the key, and whether the same forward wrote other
     tokens of the same identity with the bytes that they had. `alike` has by identity the events `[n, 2]` from one to the other of
     which a token came again so: weights and adapter are the same.
+    `across` has the lengths `[n, 2]` from one to the other of which a token's K came again so: no length there chooses the angles.
     """
 
     half: str
@@ -71,6 +73,7 @@ class _Stream:
     by: list[npt.NDArray[np.float64]] = field(default_factory=list)
     found: list[tuple[float, list[int], list[int], int, bool]] = field(default_factory=list)
     alike: dict[int, Int64Array] = field(default_factory=dict)
+    across: Int64Array = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @register
@@ -135,7 +138,8 @@ class TokenBytes(HistoryCheck):
                 # Where V differs, too, all of the token was computed otherwise.
                 otherwise = {(key >> TOKEN_BITS, place[EVENT]) for _, place, _, key, _ in v.found}
                 k.found = [one for one in k.found if (one[3] >> TOKEN_BITS, one[1][EVENT]) not in otherwise]
-                yield from self._judge(runner, other, k, max(limit, _K_MOST), v)
+                if not _by_length(k, max(limit, _K_MOST)):
+                    yield from self._judge(runner, other, k, max(limit, _K_MOST), v)
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
         """Return a number for adapter and weights of each request as of an event, `[n]`, -1 where they are not known."""
@@ -178,7 +182,8 @@ class TokenBytes(HistoryCheck):
         noise = 0.0 if most < equal or not len(by) else float(by[min(most - equal, len(by) - 1)])
         limit = max(_ROUNDING[self.history.header.streams(runner)[number][1].dtype], _NOISE * noise)
         too_few = stream.pairs < _FEWEST
-        if too_few or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
+        nothing = limit >= 1  # equal tokens differ by as much as others do
+        if too_few or nothing or int((by > limit).sum()) > (1 - _MOST) * stream.pairs or len(by) > _MAX_DIFFERENCES:
             return None
         return limit
 
@@ -258,6 +263,10 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
     known.by.append(by[tells[differ]])
     alike = same & new
     alike[differ] = by <= _ROUNDING[dtype]
+    if known.half == "K":
+        turned = np.flatnonzero(alike & (places[:, POSITION] > 0))  # at the first there are no angles
+        lengths = np.sort(np.stack([places[turned - 1, FURTHEST], places[turned, FURTHEST]], axis=1), axis=1)
+        known.across = _joined(np.concatenate([known.across, lengths[lengths[:, 0] < lengths[:, 1]]]))
     ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
     spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
     right = set(np.unique(of << TOKEN_BITS | ends).tolist())
@@ -291,8 +300,24 @@ def _compare(known: _Stream, dtype: str, keys: Int64Array, data: ByteArray, plac
     )
 
 
+def _by_length(k: _Stream, limit: float) -> bool:
+    """Say whether a length can be what chooses the angles of a request: all K that differs was turned below and above it, and no K
+    that is the same.
+    """
+    pairs = [sorted((place[FURTHEST], before[FURTHEST])) for much, place, before, *_ in k.found if much > limit]
+    if not pairs:
+        return False
+    length, below = max(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
+    for begin, end in k.across.tolist():
+        if begin <= length < end:
+            length = end
+    return length < below
+
+
 def _joined(spans: Int64Array) -> Int64Array:
     """Return spans `[n, 2]` with those that touch made one, ascending."""
+    if not len(spans):
+        return spans
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     furthest = np.maximum.accumulate(spans[:, 1])
     new = np.append(True, spans[1:, 0] > furthest[:-1])

@@ -17,12 +17,12 @@ from ...recorder.trace.header import TraceHeader
 ROUNDING: Final = {"float32": 2.0**-8, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc", "request_ids", "extend_lens"})
 TOKEN_BITS: Final = 40  # of a key, below the identity
-# Columns of a place.
-EVENT, FORWARD, TIME, REQUEST, ROW, POSITION, SLOT, BEFORE = range(8)
+# Columns of a place. The furthest is the last position that the forward computes of the token's request.
+EVENT, FORWARD, TIME, REQUEST, ROW, POSITION, SLOT, BEFORE, FURTHEST = range(9)
 
 
 class WrittenTokens(NamedTuple):
-    """`keys` `[n]` hold identity and token, `data` `[n, width]` the bytes, `places` `[n, 8]` where each stands."""
+    """`keys` `[n]` hold identity and token, `data` `[n, width]` the bytes, `places` `[n, 9]` where each stands."""
 
     keys: Int64Array
     data: ByteArray
@@ -45,7 +45,7 @@ class ForwardTokens:
     _owner: Int64Array  # [n] the request, of those in all forwards
     _requests: tuple[Int64Array, Int64Array]  # rows and ids of those
     _every: tuple[Int64Array, ...]  # owner, token, position of all, those left out too, and [n] which of them these are
-    _before: Int64Array | None = None
+    _beside: Int64Array | None = None  # [n, 2] the token in front, and the furthest position
 
     def begins(self, first_bytes: int, width: int) -> Int64Array:
         """Return at which of the batch's `kv_bytes` the `width` bytes of each token begin, in a stream that `first_bytes` bytes of a
@@ -55,16 +55,19 @@ class ForwardTokens:
         return starts[self._forward] + self._within * width
 
     def places(self, which: Int64Array, block_table: int) -> Int64Array:
-        """Return where some of the tokens stand, `[k, 8]`."""
+        """Return where some of the tokens stand, `[k, 9]`."""
         batch, forward, owner = self.batch, self._forward[which], self._owner[which]
         of, (rows, ids) = self._of[forward], self._requests
         slots = batch.offsets("out_cache_loc")[of] + block_table * self._tokens[forward] + self._within[which]
-        if self._before is None:
+        if self._beside is None:
             owners, tokens, positions, known = self._every
-            self._before = _before(owners, ids, tokens, positions)[known]
+            furthest = np.full(len(ids) + 1, -1, np.int64)  # the last is the padding's
+            np.maximum.at(furthest, owners, positions)
+            before = _before(owners, ids, tokens, positions)
+            self._beside = np.stack([before[known], furthest[owners[known]]], axis=1)
         columns = [batch.scalar_ints(name)[of] for name in ("event", "forward", "time_ns")]
         columns += [ids[owner], rows[owner], self.positions[which], batch.values("out_cache_loc")[slots]]
-        return np.stack([*columns, self._before[which]], axis=1)
+        return np.concatenate([np.stack(columns, axis=1), self._beside[which]], axis=1)
 
 
 def forward_tokens(

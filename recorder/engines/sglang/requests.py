@@ -44,7 +44,8 @@ def row_of(req: Any) -> int:
 def identity_of(req: Any, weights: int | None) -> list[IdentityValue]:
     """Return what a request's KV depends on beside its tokens; `weights` counts how often they have been changed, None for unknown.
 
-    What SGLang's own key of its prefix cache says, with the LoRA adapter by itself, and the hashes of media.
+    What SGLang's own key of its prefix cache says, with the LoRA adapter by itself, and the hashes of media. What the caller
+    puts in the place of some tokens' embeddings is media of this request alone: SGLang neither shares nor caches what it computes.
     """
     adapter, media = getattr(req, "lora_id", None) or "", getattr(req, "multimodal_inputs", None)
     salt = (getattr(req, "extra_key", None) or "").removesuffix(adapter), getattr(req, "cache_salt", None) or ""
@@ -59,7 +60,8 @@ def identity_of(req: Any, weights: int | None) -> list[IdentityValue]:
             text = str(getattr(item, "identity", None) or number)
             for part, (first, last) in enumerate(offsets or ()):
                 found.append(IdentityValue("media", f"{text} {part}", int(first), int(last) - int(first) + 1))
-    return found
+    replaced = getattr(getattr(req, "positional_embed_overrides", None), "positions", None) or ()
+    return found + [IdentityValue("media", f"embedding of {req.rid}", int(position), 1) for position in replaced]
 
 
 class TokenLists:

@@ -336,6 +336,18 @@ def test_media_are_told_with_their_positions() -> None:
     assert [one.kind for one in identity_of(req, 0)] == ["adapter", "salt", "weights"]
 
 
+def test_embeddings_of_the_caller_are_media_of_the_request_alone() -> None:
+    """Its tokens are known, and their V is not: the caller's vectors stand in the place of some (`embed_overrides`)."""
+    req = SimpleNamespace(rid="a", positional_embed_overrides=None)
+    assert [one.kind for one in identity_of(req, 0)] == ["adapter", "salt", "weights", "media"]
+    req.positional_embed_overrides = SimpleNamespace(positions=[3, 5])
+    assert [tuple(one) for one in identity_of(req, 0)][3:] == [
+        ("media", "", 0, 0),
+        ("media", "embedding of a", 3, 1),
+        ("media", "embedding of a", 5, 1),
+    ]
+
+
 def ended(folder: Path) -> bool:
     (path,) = folder.glob("*.arrow")
     with TraceReader(path) as reader:

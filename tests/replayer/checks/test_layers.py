@@ -224,3 +224,20 @@ def test_hashed_bytes_are_judged_the_same(tmp_path: Path) -> None:
 def test_a_stream_that_cannot_sample_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         KvStream(**{"half": "K", "layers": (0, 1), "bytes_per_token": 64, "capture_bytes": 16, "seed": 1, **wrong})
+
+
+@pytest.mark.parametrize(("layers", "lost"), [([LATE], 0), ([0, 1, LATE], 1)])
+def test_no_write_is_lost_by_what_a_late_layer_holds(layers: list[int], lost: int, tmp_path: Path) -> None:
+    """Some tokens are all but the same there: what a model makes of them is little but a few large values."""
+    engine, slots = Engine(tmp_path / "t.arrow"), list(range(1, 13))
+    engine.forward((1, 0, slots), token=50)
+    before = [kv[:, slots].copy() for kv in engine.kv]
+
+    def stays() -> None:
+        for kv, rows in zip(engine.kv, before, strict=True):
+            kv[np.ix_(layers, slots)] = rows[layers]
+
+    engine.forward((3, 0, slots), token=60, then=stays)
+    engine.recorder.close()
+    summary = replay(engine.path, settings=ReplaySettings(checks=("write_lost",)), report=None)
+    assert summary.findings_by_kind.get("write_lost", 0) == lost

@@ -14,6 +14,7 @@ from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import ModelInfo, PoolGroup, StateTable, TraceHeader
+from kvcanary.replayer.checks import token_bytes
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
@@ -181,8 +182,11 @@ def test_bytes_that_are_not_said_to_be_floats_are_not_judged(recorded, tmp_path,
     assert list(found) == (["token_bytes"] if dtype == "float32" else [])
 
 
-def played(tmp_path, k, v):
-    """Replay prompts of 40 tokens, most of them the same, whose `k` and `v` follow from tokens, positions and the request."""
+def played(tmp_path, k, v, long=()):
+    """Replay prompts of 40 tokens, most of them the same, whose `k` and `v` follow from tokens, positions and the request.
+
+    With `long`, requests, all others have 30.
+    """
     kv = np.zeros((2, 64, 4), np.float32)
     half = [KvTensor(tensor=rows, axes="slot value") for rows in kv]
     streams = tuple(source.stream(name) for name, source in zip("KV", half, strict=True))
@@ -194,25 +198,26 @@ def played(tmp_path, k, v):
     recorder = Recorder(tmp_path / "t.arrow", header, kv_sources=dict(zip([(0, 0), (0, 1)], half, strict=True)))
     random, words = np.random.default_rng(3), np.arange(100, 140)
     prompts = [words] * 10 + [np.roll(words, 7)] * 2 + [random.permutation(words) for _ in range(3)] + [words] * 2
-    slots = np.arange(1, 41)
-    for request, prompt in enumerate(prompts):
+    for request, whole in enumerate(prompts):
+        prompt = whole[: 30 if long and request not in long else 40]
+        slots = np.arange(1, len(prompt) + 1)
         identity = [IdentityValue(kind, "") for kind in ("adapter", "weights", "media")]
-        recorder.request(request_id=request, name=f"r{request}", prompt_len=40, identity=identity)
+        recorder.request(request_id=request, name=f"r{request}", prompt_len=len(prompt), identity=identity)
         recorder.before_forward(
             ForwardInput(
                 mode="extend",
                 req_pool_indices=[1],
                 request_ids=[request],
                 prefix_lens=[0],
-                extend_lens=[40],
+                extend_lens=[len(prompt)],
                 input_ids=prompt,
-                positions=np.arange(40),
+                positions=np.arange(len(prompt)),
                 out_cache_loc=(slots,),
                 reads=(np.zeros((4, 64), np.int32),),
             )
         )
         for rows, computed in zip(kv, (k, v), strict=True):
-            rows[slots] = computed(prompt.astype(np.float64), np.arange(40), request)[:, None] + np.arange(4)
+            rows[slots] = computed(prompt.astype(np.float64), np.arange(len(prompt)), request)[:, None] + np.arange(4)
         recorder.after_forward()
     recorder.close()
     report = tmp_path / "t.report"
@@ -299,6 +304,36 @@ def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
 )
 def test_what_turns_k_is_learnt_from_the_file(tmp_path, k, v):
     assert played(tmp_path, k, v) == ({}, [])
+
+
+def v_of_tokens_before(tokens, positions, request):
+    return 100 * np.cos(tokens + 3.7 * np.append(0, tokens[:-1]))
+
+
+def k_of_tokens_before(tokens, positions, request):
+    return 100 * np.sin(tokens + 3.7 * np.append(0, tokens[:-1]) + positions)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_where_v_follows_from_more_than_the_token_k_does_too_however_many_differ(tmp_path, monkeypatch, kept):
+    """As in a draft, which is fed what the target makes of a context: of more differences than are kept nothing follows."""
+    monkeypatch.setattr(token_bytes, "_MAX_TOKENS", kept)
+    assert played(tmp_path, k_of_tokens_before, v_of_tokens_before) == ({}, [])
+
+
+def turned_by_its_length(tokens, positions, request):
+    return turned(tokens, positions * (1 + (len(positions) > 35)), request)
+
+
+def turned_by_the_longest(tokens, positions, request):
+    """As beside a long one, once."""
+    return turned(tokens, positions * (1 + (len(positions) > 35 or request == LAST_BUT_ONE)), request)
+
+
+@pytest.mark.parametrize(("k", "found"), [(turned_by_its_length, 0), (turned_by_the_longest, 3)])
+def test_a_length_may_choose_the_angles_of_a_request_and_of_no_other(tmp_path, k, found):
+    """Angles for long texts and for short ones (Phi-3, "longrope"), one request at a time."""
+    assert played(tmp_path, k, of_the_token, long=(4, 9))[0].get("token_bytes", 0) == found
 
 
 def test_a_token_that_is_other_in_k_and_v_is_of_other_weights(tmp_path):
