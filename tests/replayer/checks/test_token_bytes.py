@@ -14,7 +14,7 @@ from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import ModelInfo, PoolGroup, StateTable, TraceHeader
-from kvcanary.replayer.checks import token_bytes
+from kvcanary.replayer.model import repeats
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
 
@@ -317,7 +317,7 @@ def k_of_tokens_before(tokens, positions, request):
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_where_v_follows_from_more_than_the_token_k_does_too_however_many_differ(tmp_path, monkeypatch, kept):
     """As in a draft, which is fed what the target makes of a context: of more differences than are kept nothing follows."""
-    monkeypatch.setattr(token_bytes, "_MAX_TOKENS", kept)
+    monkeypatch.setattr(repeats, "_MAX_TOKENS", kept)
     assert played(tmp_path, k_of_tokens_before, v_of_tokens_before) == ({}, [])
 
 
