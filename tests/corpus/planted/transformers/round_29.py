@@ -24,19 +24,27 @@ def tail_that_is_begun_is_shared_like_full_blocks(fired: Fired) -> None:
     once_written_twice(fired)
 
 
-@bug("xLLM-AI/xllm#55", "few-shared", "eviction_of_locked_page", "free_too_early", "page_given_twice", origin="xLLM")
-def blocks_that_are_shared_are_not_left_out_of_the_eviction(fired: Fired) -> None:
-    """Blocks of a request that has ended are kept, and those that a new request hits have to be left out when room is made. They stay in the list of what may go: with the next eviction they are given to others, while the request that
-    has hit them goes on reading."""
+@bug(
+    "PaddlePaddle/FastDeploy#6226",
+    "few-shared",
+    "eviction_of_locked_page",
+    "free_too_early",
+    "page_given_twice",
+    origin="FastDeploy",
+)
+def block_of_the_same_tokens_is_taken_over_without_a_reference(fired: Fired) -> None:
+    """Two requests have the same tokens, and the cache keeps the block of the first one alone. The second one's table is pointed to it, but nobody counts that: when the first one has ended the block counts as unused, and is given to
+    others while the second one goes on reading it."""
     from transformers.generation.continuous_batching import continuous_api
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-    @replaces(cache_allocator.BlockLedger, "acquire")
-    def acquire(before, ledger, block):
-        may_go = block in ledger.cached_blocks
-        before(ledger, block)
-        if may_go:
-            ledger.cached_blocks[block] = None
+    @replaces(cache_allocator.CacheAllocator, "mark_complete_blocks")
+    def mark_complete_blocks(before, allocator, request, tokens, count):
+        allocator.ledger.acquire = lambda block: None
+        try:
+            before(allocator, request, tokens, count)
+        finally:
+            del allocator.ledger.acquire
 
     taken: dict[int, str] = {}  # blocks of a request's table that another one has written, and which
 
