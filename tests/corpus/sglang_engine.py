@@ -61,6 +61,11 @@ SETUPS = {
     "llama-lora-page4": ("llama", 4, 512, False, 4, False),
     "llama-host-storage": ("llama", 4, 160, False, 3, False),
     "llama-host-overlap": ("llama", 4, 160, True, 3, False),
+    "llama-overlap-page4-weights": ("llama", 4, 512, True, 4, False),
+    "recurrent-branches": ("lfm2", 1, 512, False, 3, False),
+    "llama-page8-turns": ("llama", 8, 512, False, 4, False),
+    "llama-host-page8": ("llama", 8, 160, False, 3, False),
+    "llama-host-lossy-storage": ("llama", 4, 160, False, 3, False),
 }
 
 
@@ -218,6 +223,19 @@ def unpinned(create):
     return created
 
 
+def lose_files_now_and_then() -> None:
+    """Let every fifth file that is read be one that is no longer there."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    get, asked = HiCacheFile.get, [0]
+
+    def then_get(self, *args, **kwargs):
+        asked[0] += 1
+        return get(self, *args, **kwargs) if asked[0] % 5 else None
+
+    HiCacheFile.get = then_get
+
+
 def adapter_of_outputs() -> str:
     """Return the folder of a LoRA adapter that touches nothing but what the attention puts out."""
     import torch
@@ -273,6 +291,7 @@ def options_of(setup: str) -> dict:
             "hicache_write_policy": "write_back",
             **layout,
             **(kept_in_files() if setup.endswith("storage") else {}),
+            **({"hicache_ratio": 1.2} if "lossy" in setup else {}),
         }
     return {}
 
@@ -337,6 +356,8 @@ def generate(setup: str, folder: Path) -> None:
         ask_for_flushes()
     if setup == "llama-abort":
         abort_between_chunks()
+    if "lossy" in setup:
+        lose_files_now_and_then()
     if setup == "llama-session":
         close_while_it_decodes()
     if setup == "llama-session-abort":
@@ -393,6 +414,11 @@ def generate(setup: str, folder: Path) -> None:
         again = [tokens(50), tokens(33)]
     if setup == "recurrent-replay":  # some of which are asked again as they were
         again = [prompts[1], tokens(21), prompts[3], prompts[1]]
+    if setup == "recurrent-branches":  # that begin alike, one after the other
+        prompts = [shared + tokens(rng.randrange(5, 12)) for _ in range(2)]
+        again = [shared + tokens(rng.randrange(5, 12)) for _ in range(4)] + [tokens(25)]
+    if setup == "llama-page8-turns":  # that go on behind prompts and answers, and for longer than what they hit
+        again = [prompts[0] + tokens(5), tokens(30), prompts[2] + tokens(9), prompts[4][:25] + tokens(4)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
@@ -400,6 +426,8 @@ def generate(setup: str, folder: Path) -> None:
         if setup.startswith("llama-host")
         else ()
         if setup.startswith("llama-session")
+        else (prompts[:1], prompts[1:], again[:1], again[1:3], again[3:])
+        if setup == "recurrent-branches"
         else (prompts, again)
     ):
         if setup == "llama-host-parts" and number in (2, 3):  # goes on inside a prompt that has left, before others
@@ -415,6 +443,14 @@ def generate(setup: str, folder: Path) -> None:
             engine.begin_weight_update()
             names = [f"model.layers.{layer}.operator_norm.weight" for layer in range(4)]
             done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 0.7)) for name in names])
+            engine.end_weight_update()
+            assert done, said
+        if number and setup == "llama-overlap-page4-weights":
+            import torch
+
+            engine.begin_weight_update()
+            names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
+            done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 0.8)) for name in names])
             engine.end_weight_update()
             assert done, said
         if number and setup == "llama-weights":

@@ -101,6 +101,16 @@ def own_requests(setup: str) -> list:
             ask("d", system + random_prompt(83, 5), 22, 20),
             ask("e", random_prompt(81, 19) + random_prompt(84, 9), 18, 34),
         ]
+    if setup == "few-shared":  # two that are the same, one of which has long gone when others need the room
+        return [
+            ask("a", system + random_prompt(85, 3), 6),
+            ask("b", system + random_prompt(85, 3), 44),
+            ask("c", random_prompt(87, 16), 30),
+            ask("d", random_prompt(88, 11), 40, 12),
+            ask("e", system + random_prompt(89, 5), 12, 30),
+        ]
+    if setup == "offload-hybrid":  # that all grow, with a window and without
+        return [ask(name, random_prompt(90 + i, 10 + 5 * i), 50, 2 * i) for i, name in enumerate("abcde")]
     return []
 
 
