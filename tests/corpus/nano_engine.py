@@ -28,7 +28,7 @@ SETUPS = {
     "nano-page6": (6, 40),
     "nano-page4-few": (4, 23),
     "nano-page4-same": (4, 27),
-    "nano-page6-shared": (6, 17),
+    "nano-page6-shared": (6, 16),
 }
 
 
@@ -115,11 +115,12 @@ def generate(setup: str, folder: Path, engines: list) -> None:
             20: [(begins[0] + part + tokens(6), 9)],
         }
     if setup == "nano-page6-shared":  # two that begin alike, of which the first leaves soon, and others behind them
+        begins = shared + tokens(1)
         asked = {
-            0: [(shared + tokens(5), 6)],
-            2: [(shared + tokens(9), 22)],
+            0: [(begins + tokens(4), 6)],
+            2: [(begins + tokens(8), 14)],
             10: [(tokens(27), 8)],
-            15: [(tokens(20), 7)],
+            15: [(tokens(20), 5)],
         }
     answers = []
     for step in range(400):
