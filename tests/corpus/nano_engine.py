@@ -27,6 +27,8 @@ SETUPS = {
     "nano-page5-few": (5, 20),
     "nano-page6": (6, 40),
     "nano-page4-few": (4, 23),
+    "nano-page4-same": (4, 27),
+    "nano-page6-shared": (6, 16),
 }
 
 
@@ -103,6 +105,22 @@ def generate(setup: str, folder: Path, engines: list) -> None:
             8: [(tokens(27), 7)],
             16: [(first + tokens(23), 10), (tokens(18), 10)],
             34: [(tokens(30), 9), (first + tokens(13), 9)],
+        }
+    if setup == "nano-page4-same":  # two that have a part in common behind different beginnings
+        part, begins = tokens(4), (tokens(4), tokens(4))
+        asked = {
+            0: [(begins[0] + part + tokens(3), 2), (tokens(18), 7)],
+            8: [(begins[0] + tokens(9), 30), (tokens(44), 14)],
+            18: [(begins[1] + part, 12)],
+            20: [(begins[0] + part + tokens(6), 9)],
+        }
+    if setup == "nano-page6-shared":  # two that begin alike, of which the first leaves soon, and others behind them
+        begins = shared + tokens(1)
+        asked = {
+            0: [(begins + tokens(4), 6)],
+            2: [(begins + tokens(8), 14)],
+            10: [(tokens(27), 8)],
+            15: [(tokens(20), 5)],
         }
     answers = []
     for step in range(400):

@@ -185,6 +185,31 @@ SETUPS = {
             "max_num_seqs": 4,
         },
     ),
+    "llama-loads-restart": (
+        "llama",
+        {
+            "kv_transfer_config": LOADS,
+            "num_gpu_blocks_override": 9,
+            "max_num_batched_tokens": 12,
+            "max_num_seqs": 3,
+        },
+    ),
+    "llama-loads-refused": (
+        "llama",
+        {
+            "kv_transfer_config": {
+                **LOADS,
+                "kv_load_failure_policy": "fail",
+                "kv_connector_extra_config": {"when": "sync", "fail_every": 2},
+            },
+            "max_num_batched_tokens": 128,
+            "max_num_seqs": 1,
+        },
+    ),
+    "hybrid-page16": ("hybrid", {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 4}),
+    "recurrent-back": ("lfm2", {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 64, "max_num_seqs": 4}),
+    "qwen-chunks": ("qwen", {"max_num_batched_tokens": 40, "max_num_seqs": 3}),
+    "qwen-suffixes": ("qwen", {"max_num_batched_tokens": 96, "max_num_seqs": 5}),
 }
 
 
@@ -314,6 +339,24 @@ def generate(setup: str, folder: Path) -> None:
         batches = [longer, [shared[:52], tokens(30), longer[2] + tokens(6), longer[0] + tokens(9)]]
     if setup == "llama-lora-tight":  # of two tenants and of none, that all begin alike
         batches = [[shared + tokens(i + 3) for i in range(5)], [shared[:50] + tokens(9), *again]]
+    if setup == "llama-loads-restart":  # the third is long, and the others grow while it is computed
+        longer = shared + tokens(33)
+        batches = [[tokens(52), tokens(59), longer], [longer + tokens(9), tokens(40)], [shared[:30]]]
+    if setup == "llama-loads-refused":  # one after the other, that begin alike when the first ones have gone
+        prompts[1] = tokens(75)
+        batches = [prompts, [prompts[1] + tokens(4), shared + tokens(3), shared[:68] + tokens(5), tokens(20)]]
+    if setup == "hybrid-page16":  # some of which are longer than a window, and some come to be
+        batches = [[tokens(20), shared + tokens(12), tokens(39)], [shared + tokens(2), tokens(58), shared[:30]]]
+    if setup == "recurrent-back":  # that grow until there is no room for all
+        batches = [[tokens(50), tokens(61), tokens(44), tokens(57)], [shared + tokens(9), tokens(70), tokens(52)]]
+    if setup == "qwen-chunks":  # of several chunks each
+        batches = [[tokens(95), tokens(33), tokens(110)], [shared + tokens(50), shared[:64] + tokens(41), tokens(12)]]
+    if setup == "qwen-suffixes":  # of which some go on for long behind what they hit
+        batches = [
+            [shared, tokens(45), shared[:20]],
+            [shared + tokens(40), shared[:66], shared[:35] + tokens(60)],
+            again,
+        ]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -383,7 +426,7 @@ def generate(setup: str, folder: Path) -> None:
         if setup in ("llama-eagle-brim", "llama-loads-turns"):
             for one, question in zip(sampling, given, strict=True):
                 one.max_tokens = min(26 if "brim" in setup else 46, 256 - len(question["prompt_token_ids"]))
-        if setup in ("llama-chunks-back", "qwen-ngram-five", "sliding-tight"):
+        if setup in ("llama-chunks-back", "qwen-ngram-five", "sliding-tight", "llama-loads-restart", "recurrent-back"):
             for one in sampling:
                 one.max_tokens += 30
         if setup == "llama-streaming":
