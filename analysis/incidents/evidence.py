@@ -219,7 +219,9 @@ _ALLOCATION: Final = {
 _CONTENT: Final = {
     Filled.NOBODY: Likely("content", ("prefix_not_computed", "hit_before_written", "fork_copy_missing")),
     Filled.COPY: Likely("transfer", ("copy_failed",)),
-    Filled.LOAD: Likely("transfer", ("load_of_other_prefix", "failed_load_counted_loaded", "host_copy_overwritten")),
+    Filled.LOAD: Likely(
+        "transfer", ("load_of_other_prefix", "failed_load_counted_loaded", "host_copy_overwritten", "stored_wrong")
+    ),
     Filled.ITSELF_ELSEWHERE: Likely("write", ("slot_mapping", "page_given_twice", "req_to_token")),
     Filled.AS_CACHED: Likely("identity", ("tokens_truncated_hash_kept", "req_to_token")),
     Filled.OTHER: Likely("write", ("slot_mapping", "page_given_twice", "req_to_token")),

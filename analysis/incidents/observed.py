@@ -285,6 +285,14 @@ def window_gone_round(cluster: Cluster, sign: Sign) -> bool:
     return round_ and others and cluster.joined(sign)
 
 
+def half_of_a_page(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a page holds a request's own tokens up to a slot, and from there on those of another place."""
+    group = cluster.group(sign)
+    page = cluster.groups[group].page_size if 0 <= group < len(cluster.groups) else 1
+    of_page = [s.slot for s in cluster.head if s.bits & CONTENT and s.slot // page == sign.slot // page]
+    return bool(sign.bits & POSITION) and sign.slot % page > 0 and min(of_page) == sign.slot
+
+
 def begins_behind_its_prompt(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request's first token is one behind its prompt, which it computes by itself, and it is not the one that was sampled."""
     begin, header = cluster.facts.begins.get(sign.request_id), cluster.facts.header

@@ -20,6 +20,7 @@ MAX_HELD: Final = (
 )  # pages of storages whose stores are remembered: past that all are forgotten, and judged by nothing
 _LOW: Final = 0xFFFFFFFF
 _COLUMNS: Final = ("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed")
+_NOTHING_CAME: Final = "was loaded from a page that holds what it held before it was to come from a further storage"
 _OTHER_ORDER: Final = "the same bytes in another order"
 
 
@@ -145,13 +146,14 @@ class CopyDiffers(HistoryCheck):
         """Take note of pages that go from one place of the storage to another; who loads one that is not what it was is told."""
         for i in np.flatnonzero(mine).tolist():
             stored = self._stored.get((group, int(src[i])))
+            before = self._stored.pop((group, int(dst[i])), None)
             if stored is None:
-                self._stored.pop((group, int(dst[i])), None)
                 continue
             lies, why = int(ends[1][i]) or int(ends[0][i]), stored.why
             if lies and lies not in (stored.given, stored.held):  # what was stored wrong is told of already
+                stale = before is not None and lies in (before.given, before.held)
                 another = any(lies in (one.given, one.held) for one in self._stored.values())
-                why = why or ("loaded_another" if another else "changed_in_store")
+                why = why or ("nothing_landed" if stale else "loaded_another" if another else "changed_in_store")
             self._stored[group, int(dst[i])] = stored._replace(held=lies or stored.held, why=why)
 
     def _stored_wrong(
@@ -198,7 +200,7 @@ class CopyDiffers(HistoryCheck):
                 if (stored.given ^ lay) & _LOW == 0:
                     add("other_order", slot, since=stored.event)
                 elif stored.why:
-                    add(stored.why, slot, since=stored.event)
+                    add(stored.why, slot, _NOTHING_CAME if stored.why == "nothing_landed" else "", since=stored.event)
                 elif stored.held == lay:
                     add("stored_wrong", slot, since=stored.event)
                 elif stored_at(lay) >= 0:

@@ -38,7 +38,7 @@ class WriteLost(HistoryCheck):
     of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
     bytes, which tell none from another then (of random weights V may be little but its bias); K that stayed where V changed in few
     of its numbers, and the other way round, nor where bytes are hashed if V changed at all; samples of
-    other layers alone, in which some tokens are all but the same (of little but what a few large values make of them); unknown tokens (-1), slots of zeros
+    other layers alone in types of fewer bits than float32, in which some tokens are all but the same (of little but what a few large values make of them); unknown tokens (-1), slots of zeros
     (of 8-bit floats of -0, too), slots that nobody has written in this trace.
     """
 
@@ -91,8 +91,8 @@ class WriteLost(HistoryCheck):
         stale = np.zeros((len(left), len(other)), np.bool_)
         hardly = np.zeros(len(other), np.bool_)
         hashed = self.history.header.tokens == "hashed"  # and so are the bytes: nobody knows how many numbers stayed
-        # By samples alone none is told: deep in a model, and of few bits, some tokens are all but the same.
-        sampled = np.array([stream.samples for stream in streams])
+        # Samples of few bits tell of none by themselves: deep in a model some tokens are all but the same.
+        sampled = np.array([bool(stream.samples) and stream.dtype != "float32" for stream in streams])
         for same, before, after, stream in zip(stale, pool.kv, left, streams, strict=True):
             rows = before[at[other]]
             filled = (rows & np.uint8(127 if stream.dtype.startswith("float8") else 255)).any(axis=1)  # not -0 alone

@@ -199,4 +199,11 @@ ROUND_NOTES = (
             "place for adapters that stays free, since its clean run met a mistake of vLLM's own."
         ),
     ),
+    (
+        "7d7f6e1d",
+        (
+            "Chosen as those of rounds 27 and 28. One was wrong with 0.96: a page of the host to which nothing had come from a further storage held what "
+            "another page holds, and was taken for a load of that one; what it had held before was known."
+        ),
+    ),
 )

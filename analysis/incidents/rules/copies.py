@@ -4,6 +4,7 @@ from typing import Final
 
 from ..cluster import Cluster, Diagnosis, rule
 from ..evidence import POSSIBLE
+from ..observed import half_of_a_page
 from ..sign import CONTENT, Sign
 
 NOTHING_LANDED: Final = ("nothing_landed", "not_landed_here")
@@ -26,7 +27,15 @@ def stored_wrong(cluster: Cluster) -> Diagnosis | None:
     before the load. (lab)
     """
     sign = copy_finding(cluster, "stored_wrong", "changed_in_store")
-    return None if sign is None else _diagnosis(cluster, sign, "the storage is wrong, not the slots")
+    if sign is not None:
+        return _diagnosis(cluster, sign, "the storage is wrong, not the slots")
+    for sign in cluster.head:
+        load = cluster.filled(sign)
+        if load is not None and load.what == "loaded" and load.together <= 1 and half_of_a_page(cluster, sign):
+            said = f"{sign.reader} read {sign.place} in {sign.when}, loaded in event {load.event}: the page in front of it is the request's "
+            said += f"own, and here lies token {sign.stored_token} of position {sign.stored_position}: it was stored when a part of it was still to be computed"
+            return cluster.diagnosis(0.85, said, sign, load.event, sign.event, cause=load.event)
+    return None
 
 
 @rule("a layout was misread", branch="transfer")

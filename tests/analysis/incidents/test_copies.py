@@ -177,6 +177,15 @@ CASES = {
         [("copy_differs", "loaded_another", 12)],
         ["load_of_other_prefix"],
     ),
+    "nothing came back of a move": (
+        [
+            *((8, 4, (RIGHT, RIGHT), STORE), (20, 16, (OTHER, OTHER), STORE)),
+            *((4, 40, (RIGHT, 0), MOVE), (40, 16, (0, OTHER), MOVE)),
+            (16, 12, (OTHER, OTHER), LOAD),
+        ],
+        [("copy_differs", "nothing_landed", 12)],
+        ["failed_load_counted_loaded"],
+    ),
     "stored wrong, and moved": (
         [
             (8, 4, (RIGHT, 0), STORE),

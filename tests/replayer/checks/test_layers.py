@@ -226,10 +226,15 @@ def test_a_stream_that_cannot_sample_is_refused(wrong: dict[str, Any]) -> None:
         KvStream(**{"half": "K", "layers": (0, 1), "bytes_per_token": 64, "capture_bytes": 16, "seed": 1, **wrong})
 
 
-@pytest.mark.parametrize(("layers", "lost"), [([LATE], 0), ([0, 1, LATE], 1)])
-def test_no_write_is_lost_by_what_a_late_layer_holds(layers: list[int], lost: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "narrow", "lost"),
+    [([LATE], "float8_e5m2", 0), ([0, 1, LATE], "float8_e5m2", 1), ([LATE], "", 1), ([0, 1, LATE], "", 1)],
+)
+def test_no_write_is_lost_by_few_bits_that_a_late_layer_holds(
+    layers: list[int], narrow: str, lost: int, tmp_path: Path
+) -> None:
     """Some tokens are all but the same there: what a model makes of them is little but a few large values."""
-    engine, slots = Engine(tmp_path / "t.arrow"), list(range(1, 13))
+    engine, slots = Engine(tmp_path / "t.arrow", narrow=narrow), list(range(1, 13))
     engine.forward((1, 0, slots), token=50)
     before = [kv[:, slots].copy() for kv in engine.kv]
 
