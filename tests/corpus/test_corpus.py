@@ -28,6 +28,9 @@ def test_each_bug_has_its_trace_and_all_are_small():
 def test_found_no_later_than_it_is_read(outcomes):
     late = {name: (o.found, o.reads) for name, o in outcomes.items() if o.effective and not 0 <= o.found <= o.reads}
     assert late.keys() == {name for name, bug in BUGS.items() if bug.late}
+    assert {name for name, (found, _) in late.items() if found < 0} == {
+        name for name, bug in BUGS.items() if bug.late.startswith("not found: ")
+    }
 
 
 def test_the_right_kind_comes_first(outcomes):
