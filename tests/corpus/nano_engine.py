@@ -29,6 +29,7 @@ SETUPS = {
     "nano-page4-few": (4, 23),
     "nano-page4-same": (4, 27),
     "nano-page6-shared": (6, 16),
+    "nano-page7-alike": (7, 26),
 }
 
 
@@ -121,6 +122,18 @@ def generate(setup: str, folder: Path, engines: list) -> None:
             2: [(begins + tokens(8), 14)],
             10: [(tokens(27), 8)],
             15: [(tokens(20), 5)],
+        }
+    if (
+        setup == "nano-page7-alike"
+    ):  # two of which differ in two tokens of their first block, and one that goes on behind the first
+        begins, goes_on = [*tokens(2), 41, 52, *tokens(3)], tokens(9)
+        alike = [*begins[:2], 41 + 31, 52 - 1, *begins[4:]]
+        asked = {
+            0: [(begins + goes_on, 9), (tokens(11), 16)],
+            3: [(tokens(25), 7)],
+            7: [(alike + goes_on[:8] + tokens(5), 11)],
+            12: [(begins + goes_on + tokens(4), 8), (tokens(19), 12)],
+            21: [(alike + tokens(10), 9)],
         }
     answers = []
     for step in range(400):

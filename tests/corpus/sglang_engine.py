@@ -66,6 +66,10 @@ SETUPS = {
     "llama-page8-turns": ("llama", 8, 512, False, 4, False),
     "llama-host-page8": ("llama", 8, 160, False, 3, False),
     "llama-host-lossy-storage": ("llama", 4, 160, False, 3, False),
+    "llama-page4-abort": ("llama", 4, 320, False, 3, False),
+    "hybrid-page8-chunks": ("mellum_hybrid", 8, 512, False, 4, False),
+    "llama-overlap-retract-no-tree": ("llama", 1, 240, True, 4, True),
+    "llama-overlap-page8-short": ("llama", 8, 400, True, 4, False),
 }
 
 
@@ -354,7 +358,7 @@ def generate(setup: str, folder: Path) -> None:
         tell_layers_apart()
     if setup == "llama-flush":
         ask_for_flushes()
-    if setup == "llama-abort":
+    if setup in ("llama-abort", "llama-page4-abort"):
         abort_between_chunks()
     if "lossy" in setup:
         lose_files_now_and_then()
@@ -419,6 +423,18 @@ def generate(setup: str, folder: Path) -> None:
         again = [shared + tokens(rng.randrange(5, 12)) for _ in range(4)] + [tokens(25)]
     if setup == "llama-page8-turns":  # that go on behind prompts and answers, and for longer than what they hit
         again = [prompts[0] + tokens(5), tokens(30), prompts[2] + tokens(9), prompts[4][:25] + tokens(4)]
+    if setup == "llama-page4-abort":  # that begin alike, of three chunks, of which one is asked again as it was
+        prompts = [shared + tokens(count) for count in (75, 62, 58, 70)]
+        again = [prompts[0], tokens(34), prompts[3] + tokens(5), prompts[1][:60] + tokens(12)]
+    if setup == "hybrid-page8-chunks":  # of one to four chunks, and some that go on behind them
+        prompts = [tokens(count) for count in (70, 26, 45, 103)]
+        again = [prompts[0] + tokens(6), tokens(55), prompts[1] + tokens(11)]
+    if setup == "llama-overlap-retract-no-tree":  # more than can be computed at a time
+        prompts = [tokens(count) for count in (31, 14, 22, 40, 9, 27, 18)]
+        again = [tokens(count) for count in (25, 33, 12, 20, 16)]
+    if setup == "llama-overlap-page8-short":  # of which one after the other leaves
+        prompts = [tokens(count) for count in (17, 8, 29, 12, 23)]
+        again = [prompts[0] + tokens(4), prompts[2] + tokens(9), tokens(15), tokens(24)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
