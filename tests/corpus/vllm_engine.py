@@ -214,9 +214,12 @@ SETUPS = {
     "hybrid-weights": ("hybrid", {"max_num_batched_tokens": 112, "max_num_seqs": 4, "num_gpu_blocks_override": 80}),
     "delta-reused": (
         "qwen3_next",
-        {"dtype": "bfloat16", "max_num_batched_tokens": 72, "num_gpu_blocks_override": 20, "max_num_seqs": 2},
+        {"dtype": "bfloat16", "max_num_batched_tokens": 72, "num_gpu_blocks_override": 11, "max_num_seqs": 2},
     ),
-    "recurrent-churn": ("lfm2", {"max_num_batched_tokens": 88, "num_gpu_blocks_override": 26, "max_num_seqs": 3}),
+    "delta-churn": (
+        "qwen3_next",
+        {"dtype": "bfloat16", "max_num_batched_tokens": 88, "num_gpu_blocks_override": 27, "max_num_seqs": 4},
+    ),
 }
 
 
@@ -370,8 +373,12 @@ def generate(setup: str, folder: Path) -> None:
         longer = [shared + tokens(21), tokens(83), shared[:40] + tokens(33)]
         batches = [longer, [longer[0] + tokens(6), tokens(30), longer[1] + tokens(9)], [longer[2] + tokens(14), shared]]
     if setup == "delta-reused":  # two at a time, each of which gets what the ones before have left
-        batches = [[tokens(88), tokens(41), tokens(64)], [tokens(57), tokens(35), shared + tokens(3)]]
-    if setup == "recurrent-churn":  # that come and go while others are computed
+        batches = [
+            [tokens(88), tokens(41), tokens(6), tokens(52), tokens(9)],
+            [tokens(12), tokens(4), shared + tokens(3), tokens(7), tokens(5)],
+            [tokens(3), tokens(5), tokens(2), tokens(8)],
+        ]
+    if setup == "delta-churn":  # that come and go while others are computed
         batches = [
             [tokens(61), tokens(90), tokens(37), tokens(72)],
             [shared + tokens(5), tokens(49), shared + tokens(20)],
@@ -456,7 +463,7 @@ def generate(setup: str, folder: Path) -> None:
         if setup in ("llama-chunks-back", "qwen-ngram-five", "sliding-tight", "llama-loads-restart", "recurrent-back"):
             for one in sampling:
                 one.max_tokens += 30
-        if setup == "qwen-resumes":
+        if setup in ("qwen-resumes", "delta-churn", "delta-reused"):
             for one in sampling:
                 one.max_tokens += 32
         if setup == "llama-streaming":

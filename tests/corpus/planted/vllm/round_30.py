@@ -81,25 +81,23 @@ def new_prompt_begins_with_the_state_that_lies_there(fired: Fired) -> None:
     """The kernel of the recurrent layers is not told which prompts have a state to begin with, and takes what lies in the place of each. A new prompt goes on from the last state of whoever had this place before it."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-    used: set[int] = set()
-
     @replaces(GDNAttentionMetadataBuilder, "build")
     def build(before, builder, *args, **kwargs):
         made = before(builder, *args, **kwargs)
-        places = made.non_spec_state_indices_tensor
-        rows = [int(row.reshape(-1)[0]) for row in places] if places is not None else []
         if made.has_initial_state is not None:
-            begin = made.has_initial_state.tolist()
-            if any(not has and place in used for has, place in zip(begin, rows, strict=False)):
-                fired()
+            layers = builder.vllm_config.compilation_config.static_forward_context
+            parts = [part for name in builder.layer_names for part in layers[name].kv_cache]
+            places = made.non_spec_state_indices_tensor.reshape(len(made.has_initial_state), -1)[:, 0].tolist()
+            for place, begins in zip(places, made.has_initial_state.tolist(), strict=True):
+                if not begins and any(part[place].any() for part in parts):
+                    fired()
             for known in (made.has_initial_state, made.prefill_has_initial_state):
                 if known is not None:
                     known.fill_(True)
-        used.update(rows)
         return made
 
 
-@bug("vllm-project/vllm#52709", "recurrent-churn", "kv_changed", "layer_changed")
+@bug("vllm-project/vllm#52709", "delta-churn", "kv_changed", "layer_changed")
 def zeroing_of_a_new_block_begins_where_the_layer_lies(fired: Fired) -> None:
     """Blocks that are given out anew are filled with zeros, layer by layer. For a layer that does not lie at the beginning, what is filled begins by so much behind the block's beginning, and ends by so much behind its end: the
     first tokens of the next block are gone, and that is another request's."""
@@ -122,9 +120,11 @@ def zeroing_of_a_new_block_begins_where_the_layer_lies(fired: Fired) -> None:
                 for block in blocks:
                     length = min(stride, last * stride - block * stride - offset)
                     begin = kv.storage_offset() + block * stride + offset
-                    torch.as_strided(kv, (length,), (1,), begin).zero_()
+                    filled = torch.as_strided(kv, (length,), (1,), begin)
+                    if filled[stride - offset :].any():
+                        wiped.add(block + 1)
+                    filled.zero_()
         wiped.difference_update(blocks)
-        wiped.update(block + 1 for block in blocks if block + 1 not in blocks)
 
     def look(runner, output):
         batch = runner.input_batch
