@@ -111,6 +111,21 @@ def own_requests(setup: str) -> list:
         ]
     if setup == "offload-hybrid":  # that all grow, with a window and without
         return [ask(name, random_prompt(90 + i, 10 + 5 * i), 50, 2 * i) for i, name in enumerate("abcde")]
+    if setup == "hybrid-tails":  # of less than a window, and that grow over it
+        return [
+            ask("a", random_prompt(95, 6), 38),
+            ask("b", random_prompt(96, 19), 22, 3),
+            ask("c", random_prompt(97, 45), 12, 9),
+            ask("d", random_prompt(98, 11), 16, 18),
+        ]
+    if setup == "offload-qwen-grow":  # that grow until some are put back, with others behind them
+        return [
+            ask("a", random_prompt(99, 13), 46),
+            ask("b", system + random_prompt(100, 4), 40, 1),
+            ask("c", random_prompt(101, 21), 34, 3),
+            ask("d", system + random_prompt(102, 9), 18, 14),
+            ask("e", random_prompt(103, 30), 14, 22),
+        ]
     return []
 
 
@@ -181,6 +196,8 @@ def generate(setup: str, folder: Path) -> None:
     if setup.startswith("prefill-first"):
         budget = 24 if setup == "prefill-first" else 32
         batching = {"num_blocks": 64, "max_batch_tokens": budget, "scheduler_type": "prefill_first"}
+    if setup == "hybrid-tails":
+        batching = {"num_blocks": 48, "max_batch_tokens": 28}
     if setup == "hybrid-alike":
         batching = {"num_blocks": 56, "max_batch_tokens": 36}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()

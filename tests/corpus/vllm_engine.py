@@ -210,6 +210,16 @@ SETUPS = {
     "recurrent-back": ("lfm2", {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 64, "max_num_seqs": 4}),
     "qwen-chunks": ("qwen", {"max_num_batched_tokens": 40, "max_num_seqs": 3}),
     "qwen-suffixes": ("qwen", {"max_num_batched_tokens": 96, "max_num_seqs": 5}),
+    "qwen-resumes": ("qwen", {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 56, "max_num_seqs": 4}),
+    "hybrid-weights": ("hybrid", {"max_num_batched_tokens": 112, "max_num_seqs": 4, "num_gpu_blocks_override": 80}),
+    "delta-reused": (
+        "qwen3_next",
+        {"dtype": "bfloat16", "max_num_batched_tokens": 72, "num_gpu_blocks_override": 11, "max_num_seqs": 2},
+    ),
+    "delta-churn": (
+        "qwen3_next",
+        {"dtype": "bfloat16", "max_num_batched_tokens": 88, "num_gpu_blocks_override": 27, "max_num_seqs": 4},
+    ),
 }
 
 
@@ -357,6 +367,22 @@ def generate(setup: str, folder: Path) -> None:
             [shared + tokens(40), shared[:66], shared[:35] + tokens(60)],
             again,
         ]
+    if setup == "qwen-resumes":  # that all grow until some are put back, and come to other rows
+        batches = [[tokens(33), tokens(47), tokens(26), tokens(39)], [shared[:48], tokens(29), shared[:37] + tokens(8)]]
+    if setup == "hybrid-weights":  # turns of talks that go on under new weights
+        longer = [shared + tokens(21), tokens(83), shared[:40] + tokens(33)]
+        batches = [longer, [longer[0] + tokens(6), tokens(30), longer[1] + tokens(9)], [longer[2] + tokens(14), shared]]
+    if setup == "delta-reused":  # two at a time, each of which gets what the ones before have left
+        batches = [
+            [tokens(88), tokens(41), tokens(6), tokens(52), tokens(9)],
+            [tokens(12), tokens(4), shared + tokens(3), tokens(7), tokens(5)],
+            [tokens(3), tokens(5), tokens(2), tokens(8)],
+        ]
+    if setup == "delta-churn":  # that come and go while others are computed
+        batches = [
+            [tokens(61), tokens(90), tokens(37), tokens(72)],
+            [shared + tokens(5), tokens(49), shared + tokens(20)],
+        ]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -392,6 +418,14 @@ def generate(setup: str, folder: Path) -> None:
             )
             llm.apply_model(lambda model, new=weights: model.load_weights([new]))
             llm.reset_prefix_cache(reset_connector=True)
+        elif number == 1 and setup == "hybrid-weights":
+            import torch
+
+            size = llm.llm_engine.model_config.get_hidden_size()
+            drawn = torch.randn(size, generator=torch.Generator().manual_seed(11))
+            weights = ("model.layers.0.input_layernorm.weight", drawn)
+            llm.apply_model(lambda model, new=weights: model.load_weights([new]) and None)
+            llm.reset_prefix_cache()
         elif number == 1 and setup == "llama-sleeps":  # what it wakes up with is new memory
             llm.reset_prefix_cache()
             llm.collective_rpc(lambda worker: [cache.zero_() for cache in worker.model_runner.kv_caches] and None)
@@ -429,6 +463,9 @@ def generate(setup: str, folder: Path) -> None:
         if setup in ("llama-chunks-back", "qwen-ngram-five", "sliding-tight", "llama-loads-restart", "recurrent-back"):
             for one in sampling:
                 one.max_tokens += 30
+        if setup in ("qwen-resumes", "delta-churn", "delta-reused"):
+            for one in sampling:
+                one.max_tokens += 32
         if setup == "llama-streaming":
             outputs += with_further_input(llm, number, given, sampling)
             continue
