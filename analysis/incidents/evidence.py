@@ -20,6 +20,7 @@ from .observed import (
     given_at_once,
     goes_on_inside,
     handed_round,
+    hit_what_it_was_given,
     its_own_slot,
     left_out_of_a_prompt,
     let_in_again,
@@ -284,6 +285,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("write", ("shared_page_written", "req_to_token"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
+    if hit_what_it_was_given(cluster, sign) is not None:
+        return Likely("allocation", ("stale_prefix_hit", "free_too_early", "radix_insert_then_free"))
     if window_gone_round(cluster, sign):
         return Likely("allocation", ("stale_prefix_hit", "shared_page_written"))
     if seen.held is Held.JOINED_GONE and filled_while_read(cluster, sign):

@@ -285,6 +285,19 @@ def window_gone_round(cluster: Cluster, sign: Sign) -> bool:
     return round_ and others and cluster.joined(sign)
 
 
+def hit_what_it_was_given(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
+    """Return when a slot of another's was given back, and when it was given out, to the very request that begins with it as cached."""
+    begin, given = cluster.facts.begins.get(sign.request_id), cluster.last(sign, "alloc")
+    back = cluster.last(sign, "free", "evict")
+    if begin is None or given is None or back is None or begin.event != sign.event or sign.position >= begin.prefix_len:
+        return None
+    anew = sign.writer_event < back.event < given.event and given.request_id == sign.request_id
+    as_cached = sign.bits and not sign.bits & POSITION and sign.writer_request_id not in (-1, sign.request_id)
+    filled = cluster.filled(sign)  # with what is loaded for it, say
+    untouched = filled is None or filled.event < back.event
+    return (back, given) if anew and as_cached and untouched else None
+
+
 def half_of_a_page(cluster: Cluster, sign: Sign) -> bool:
     """Whether a page holds a request's own tokens up to a slot, and from there on those of another place."""
     group = cluster.group(sign)

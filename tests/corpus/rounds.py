@@ -206,4 +206,11 @@ ROUND_NOTES = (
             "another page holds, and was taken for a load of that one; what it had held before was known."
         ),
     ),
+    (
+        "9a41bae9",
+        (
+            "Chosen as those of the three rounds before. One was wrong with 0.75: who is fed another's sampled token, of a request that has just left, cannot "
+            "be told from who is fed what a buffer of tokens held before."
+        ),
+    ),
 )

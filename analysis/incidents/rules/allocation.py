@@ -3,7 +3,7 @@
 from ..cluster import Cluster, Diagnosis, rule
 from ..evidence import POSSIBLE, REMAINS
 from ..facts import Fact
-from ..observed import window_gone_round, wrote_to_padding
+from ..observed import hit_what_it_was_given, window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
@@ -173,6 +173,11 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
     evicted or given back, and may be another's by then. (V#17305, V#4761)
     """
     for sign in cluster.head:
+        anew = hit_what_it_was_given(cluster, sign)
+        if anew is not None:
+            said = f"{sign.reader} began in {sign.when} with {sign.place} as cached, which had been given back in event {anew[0].event}, and "
+            said += f"was given it anew in event {anew[1].event} for another position: the prefix cache names a slot that is free"
+            return cluster.diagnosis(0.85, said, sign, anew[0].event, anew[1].event, cause=anew[0].event)
         if window_gone_round(cluster, sign):
             said = f"{sign.reader} joined {sign.place} as a cached prefix, over which the window of its holder had gone round: {sign.differs}"
             return cluster.diagnosis(0.85, said, sign, sign.writer_event, sign.event, cause=sign.event)

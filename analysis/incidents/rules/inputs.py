@@ -183,7 +183,8 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     wrong = cluster.violation(WRITE_TOKEN)
     resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
     again = cluster.kinds["input_not_sampled"] > 1
-    score = 0.75 if cluster.facts.late_samples > 0 or not cluster.has_trace else 0.45
+    # Who is fed what was sampled for another that has left since looks the same.
+    score = 0.68 if cluster.facts.late_samples > 0 or not cluster.has_trace else 0.45
     score += 0.15 if again else -0.25 if resumed else 0
     score -= 0.1 if cluster.finding("input_not_truth") is not None else 0
     fed = f" (token {wrong.stored_token}, expected {wrong.expected_token})" if wrong is not None else ""
