@@ -253,7 +253,7 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("input", ("next_token_swap",))
     if any(k.startswith("input_") for k in kinds) and not begins_from_another(cluster):
         return Likely("input", _POSITIONS if seen.positions else ())
-    if behind_its_rows_end(cluster) is not None:
+    if behind_its_rows_end(cluster):
         return Likely("write", ("slot_mapping", "shared_page_written"))
     if "attention_lens" in kinds:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))

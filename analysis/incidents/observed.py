@@ -35,14 +35,13 @@ def written_past_its_row(cluster: Cluster) -> tuple[Sign, tuple[int, int]] | Non
     return None
 
 
-def behind_its_rows_end(cluster: Cluster) -> tuple[Sign, Sign] | None:
-    """Return a position that a request's row has no room for, and the request's own slot of another that it wrote in its place."""
-    for beyond in cluster.head:
-        for sign in cluster.head if beyond.kind == "entry_out_of_table" else ():
-            mine = sign.request_id == beyond.request_id and sign.kind == "write_to_foreign_slot"
-            if mine and sign.position < beyond.position and cluster.was_given(sign):
-                return beyond, sign
-    return None
+def behind_its_rows_end(cluster: Cluster) -> bool:
+    """Whether a request's row has no room for a position, whose token was written to the request's own slot of another."""
+    beyond = cluster.finding("entry_out_of_table")
+    return beyond is not None and any(
+        sign.kind == "write_to_foreign_slot" and sign.request_id == beyond.request_id and cluster.was_given(sign)
+        for sign in cluster.head
+    )
 
 
 def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:

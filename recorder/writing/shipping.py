@@ -108,15 +108,12 @@ class Shipment:
                 raise OSError("what came back from the store differs from what was sent")
             return crc
 
-        def move(crc: int) -> None:
-            try:
-                filesystem.move(key, located(target)[1])
-            except OSError:  # a try before may have moved it, and its answer was lost
-                if self._checksum(target, size) != crc:
-                    raise
-
         crc = retried(target, send)
-        retried(target, lambda: move(crc))
+        try:
+            retried(target, lambda: filesystem.move(key, located(target)[1]))
+        except OSError:  # one of the tries may have moved it, and its answer was lost
+            if self._checksum(target, size) != crc:
+                raise
         if target.stat().st_size != size:
             raise OSError(errno.EIO, "the store shows another size than was sent", str(target))
 

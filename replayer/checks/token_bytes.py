@@ -41,7 +41,7 @@ class TokenBytes(HistoryCheck):
 
     V follows from the token alone: a request that is computed with another's adapter, or by weights that have been replaced,
     leaves records, hashes and tables right, and shows nowhere else. Where V does so, K follows from token and position: what
-    differs in K alone was turned by something else than its position. Judged are requests that declare their adapter
+    differs in K alone was rotated by something else than its position. Judged are requests that declare their adapter
     and no media, in a file whose repeats at other positions, behind other tokens, show that the engine computes so: at least
     64, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew, unseen; nor, where
     requests do not declare their weights, a forward of which all tokens differ.

@@ -16,9 +16,8 @@ from .written import BEFORE, EVENT, FURTHEST, POSITION, ROUNDING, TOKEN_BITS, Wr
 
 # Of 8 bits equal values may differ by a code: by a part of the value, and of small ones by a step, of which there are so many to 1.
 _CODES: Final = {dtype: of for dtype in ("float8_e4m3fn", "float8_e5m2") if (of := encoding_of(dtype, 1.0)) is not None}
-EQUAL: Final = ROUNDING | {
-    dtype: of.relative for dtype, of in _CODES.items()
-}  # how far equal tokens may differ, by dtype
+# How far equal tokens may differ, by dtype.
+EQUAL: Final = ROUNDING | {dtype: of.relative for dtype, of in _CODES.items()}
 _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 64  # repeats from which anything can be learnt

@@ -95,7 +95,7 @@ def _in_plan(cluster: Cluster, sign: Sign) -> bool:
 def draft_position_plus_one(cluster: Cluster) -> Diagnosis | None:
     """The draft's positions are built one too high. (S#25015)"""
     first = cluster.first
-    if behind_its_rows_end(cluster) is not None:
+    if behind_its_rows_end(cluster):
         return None  # which an engine gives another position on purpose
     if first.runner > 0 and _told([other for other in cluster.head if other.request_id == first.request_id]):
         said = f"the draft model was fed a position that is not its token's, of {first.reader} in {first.when}: {first.place}; "

@@ -58,8 +58,8 @@ def not_of_the_model(cluster: Cluster) -> Diagnosis | None:
     said = "{0.reader} was computed otherwise than the model says in {0.when}: {0.detail}"
     if sign is None:
         sign, certain = cluster.finding("token_bytes"), 0.85
-        said = "{0.reader} has K that was rotated by another position than its own in {0.when}, or by other angles: it {0.detail}, and V is "
-        said += "the token's"
+        said = "{0.reader} has K that was rotated (RoPE) by another position than its own in {0.when}, or by other angles: it {0.detail}, "
+        said += "and V is the token's"
     if sign is None or (sign.kind == "token_bytes" and sign.cause != "rotated"):
         return None
     others = any(one.kind not in ("model_bytes", "token_bytes") for one in cluster.head)

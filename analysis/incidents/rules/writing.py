@@ -3,7 +3,6 @@
 from ..cluster import Cluster, Diagnosis, events_query, rule
 from ..facts import Fact
 from ..observed import (
-    behind_its_rows_end,
     its_own_slot,
     let_in_again,
     over_its_own,
@@ -33,12 +32,6 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
 def _beside(cluster: Cluster) -> Diagnosis | None:
     """A token that attention looks for where its row says, or that its request reads there later, and that went elsewhere."""
     lost = next((s for s in cluster.head if s.kind == "write_lost" or s.cause == "zeros"), None)
-    behind = behind_its_rows_end(cluster)
-    if behind is not None:
-        beyond, its = behind
-        said = f"the row of {beyond.reader} has no room for position {beyond.position} in {beyond.when}, and its token was written all "
-        said += f"the same: to {its.place}, which is the request's own for another"
-        return cluster.diagnosis(0.85, said, its, its.event, cause=its.event)
     hit = next((s for s in cluster.head if s.bits == KV_HASH and cluster.last(s, "changed") is not None), None)
     if lost is not None and hit is not None:
         said = f"what {lost.reader} wrote to {lost.place} in {lost.when} did not come there: {lost.detail}; and {hit.place} changed, "

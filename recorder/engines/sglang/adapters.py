@@ -2,8 +2,8 @@
 
 A batch's requests are given places of a pool of adapters when the batch is made, and the layers get these for segments of the
 batch's rows; what lies in a place is looked at when the batch runs. Where the segments are not on the host, as of most backends
-on GPUs, each request's rows are taken to get its place. Whoever is computed with another adapter than its own is said so with the forward; of weights in a place, that they
-are the adapter's, nothing is known.
+on GPUs, each request's rows are taken to get its place. Whoever is computed with another adapter than its own is said so with
+the forward; of weights in a place, that they are the adapter's, nothing is known.
 """
 
 import copy
@@ -25,9 +25,8 @@ class BatchAdapters:
         manager = getattr(model_runner, "lora_manager", None)
         self._pool: Any = getattr(manager, "memory_pool", None)
         self.backend: Any = getattr(manager, "lora_backend", None)
-        self._given: tuple[ref[Any], list[int], list[int]] | None = (
-            None  # batch, places by request, and by row if known
-        )
+        # The batch, and its places by request, and by row if they are known.
+        self._given: tuple[ref[Any], list[int], list[int]] | None = None
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hooks around the backend's functions, by their names; none without adapters."""
@@ -56,15 +55,16 @@ class BatchAdapters:
             return known
         told = getattr(batch, "extend_seq_lens_cpu", None) if mode_of(batch.forward_mode) != "decode" else None
         lens = [1] * len(known.requests) if told is None else [*map(int, told)]
-        of_rows = (
-            rows if len(rows) >= sum(lens) else [at for at, n in zip(places, lens, strict=False) for _ in range(n)]
-        )
-        names, others, end = self._names(), [], 0
-        for place, (one, length) in enumerate(zip(known.requests, lens, strict=False)):
-            given_here, end = [names.get(at, "an empty place") for at in of_rows[end : end + length]], end + length
-            wrong = [name for name in given_here if name != (getattr(one.req, "lora_id", None) or "")]
+        by_row, names, others, end = len(rows) >= sum(lens), self._names(), [], 0
+        for place, (one, at, length) in enumerate(zip(known.requests, places, lens, strict=False)):
+            own, mine, end = (
+                getattr(one.req, "lora_id", None) or "",
+                rows[end : end + length] if by_row else [at],
+                end + length,
+            )
+            wrong = [name for index in mine if (name := names.get(index, "an empty place")) != own]
             if wrong:
-                others.append(IdentityValue("adapter", wrong[0], place, len(wrong)))
+                others.append(IdentityValue("adapter", wrong[0], place, len(wrong) if by_row else length))
         if not others:
             return known
         found = copy.copy(known)

@@ -288,7 +288,7 @@ def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
         LAST_BUT_ONE,
         "content",
     )
-    assert "rotated by another position" in incident["sentence"] and "at this position" in incident["sentence"]
+    assert "rotated (RoPE) by another position" in incident["sentence"] and "at this position" in incident["sentence"]
 
 
 @pytest.mark.parametrize(
