@@ -26,6 +26,7 @@ from ..model.written import (
     ROW,
     SLOT,
     TIME,
+    forward_tokens,
     written_tokens,
 )
 from ..report.findings import Cause, Finding, counted, evidence, of_request
@@ -62,19 +63,22 @@ class TokenBytes(HistoryCheck):
         if header.tokens != "plain" or not table.declared:
             return
         for runner, known in enumerate(header.runners):
-            for number, (group, stream) in enumerate(header.streams(runner)):
-                if (
-                    stream.half in ("K", "V")
-                    and not stream.samples
-                    and stream.layer_of(0) == 0
-                    and stream.dtype in EQUAL
-                    and not NEEDED & set(known.derived)
-                ):
-                    place = runner, number, header.groups[group].table
-                    written = written_tokens(batch, header, *place, partial(self._identity_of, table))
-                    if written is not None:
-                        begun = Repeats.begin(stream.half, stream.dtype, written)
-                        self._streams.setdefault((runner, number), begun).compare(written)
+            judged = {
+                number: (group, stream)
+                for number, (group, stream) in enumerate(header.streams(runner))
+                if stream.half in ("K", "V")
+                and not stream.samples
+                and stream.layer_of(0) == 0
+                and stream.dtype in EQUAL
+                and not NEEDED & set(known.derived)
+            }
+            given = forward_tokens(batch, header, runner, partial(self._identity_of, table)) if judged else None
+            if given is None:
+                continue
+            for number, (group, stream) in judged.items():
+                written = written_tokens(given, header, runner, number, header.groups[group].table)
+                begun = Repeats.begin(stream.half, stream.dtype, written)
+                self._streams.setdefault((runner, number), begun).compare(written)
 
     def ends(self) -> Iterator[Finding]:
         """Judge a file by what it has shown, and forget it."""

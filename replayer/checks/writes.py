@@ -12,7 +12,7 @@ from ...recorder.state.writes import stays
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream
 from ...recorder.trace.reader import EventView
-from ..model.written import EVENT, SLOT, WrittenTokens, written_tokens
+from ..model.written import EVENT, SLOT, WrittenTokens, forward_tokens, written_tokens
 from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
@@ -179,7 +179,8 @@ class WriteLost(HistoryCheck):
         if (runner, number) not in known:
             nobody = np.zeros_like
             table = group.pool.group.table
-            known[runner, number] = written_tokens(batch, header, runner, number, table, lambda ids, _: nobody(ids))
+            given = forward_tokens(batch, header, runner, lambda ids, _: nobody(ids))
+            known[runner, number] = None if given is None else written_tokens(given, header, runner, number, table)
         found = known[runner, number]
         if found is None:
             return False

@@ -108,21 +108,14 @@ def forward_tokens(
 
 
 def written_tokens(
-    batch: TraceBatch,
-    header: TraceHeader,
-    runner: int,
-    stream: int,
-    block_table: int,
-    identity_of: Callable[[Int64Array, Int64Array], Int64Array],
-) -> WrittenTokens | None:
-    """Return the tokens that a runner's forwards wrote to one of its streams, of which there are bytes; None if there are none."""
-    found = forward_tokens(batch, header, runner, identity_of)
-    if found is None:
-        return None
+    given: ForwardTokens, header: TraceHeader, runner: int, stream: int, block_table: int
+) -> WrittenTokens:
+    """Return the tokens that a runner's forwards wrote to one of its streams, of which there are bytes."""
     widths = [one.capture_bytes for _, one in header.streams(runner)]
-    data = rows_of_bytes(batch.values("kv_bytes"), found.begins(sum(widths[:stream]), widths[stream]), widths[stream])
+    begins = given.begins(sum(widths[:stream]), widths[stream])
+    data = rows_of_bytes(given.batch.values("kv_bytes"), begins, widths[stream])
     filled = np.flatnonzero(data.any(axis=1))  # zeros stand for a slot without bytes
-    return WrittenTokens(found.keys[filled], data[filled], found.places(filled, block_table))
+    return WrittenTokens(given.keys[filled], data[filled], given.places(filled, block_table))
 
 
 def rows_of_bytes(data: ByteArray, at: Int64Array, width: int) -> ByteArray:

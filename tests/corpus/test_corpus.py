@@ -92,7 +92,12 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
         ("sglang-aborted_prompt_gives_back_what_the_tree_has", "stale_prefix_hit", 0.85, "was given it anew"),
         ("sglang-page_that_is_not_there_counts_as_read", "failed_load_counted_loaded", 0.92, "from a further storage"),
         ("vllm-count_of_what_can_be_stored_goes_on_over_a_preemption", "stored_wrong", 0.85, "still to be computed"),
-        ("vllm-drafts_behind_the_longest_context_fall_on_its_beginning", "shared_page_written", 0.95, "draft"),
+        (
+            "vllm-drafts_behind_the_longest_context_fall_on_its_beginning",
+            "shared_page_written",
+            0.95,
+            "which the prefix cache holds",
+        ),
         ("sglang-segments_of_adapters_overlap_what_lies_between", "computed_with_other_weights", 0.95, "3 tokens of 3"),
         (
             "sglang-what_was_sent_away_is_kept_with_a_chunk_that_never_ran",
