@@ -126,7 +126,51 @@ def own_requests(setup: str) -> list:
             ask("d", system + random_prompt(102, 9), 18, 14),
             ask("e", random_prompt(103, 30), 14, 22),
         ]
+    if setup == "qwen-far":  # of which one is long, and another comes to be
+        return [
+            ask("a", random_prompt(104, 268), 16),
+            ask("b", random_prompt(105, 17), 40, 2),
+            ask("c", random_prompt(106, 243), 30, 7),
+            ask("d", system + random_prompt(107, 12), 20, 13),
+        ]
+    if (
+        setup == "llama-cancels"
+    ):  # one of which is sent away when a part of it has been computed, and asked again by others
+        long = random_prompt(108, 104)
+        return [
+            ask("a", random_prompt(109, 15), 36),
+            ask("b", long, 20, 4),
+            ask("c", random_prompt(110, 33), 22, 9),
+            ask("d", long[:72] + random_prompt(111, 6), 16, 14),
+            ask("e", long + random_prompt(112, 3), 12, 22),
+        ]
+    if setup == "qwen-page16-decodes":  # that run on for long, two or three at a time
+        return [
+            ask("a", random_prompt(113, 23), 44),
+            ask("b", random_prompt(114, 40), 34, 2),
+            ask("c", random_prompt(115, 9), 30, 12),
+            ask("d", system + random_prompt(116, 11), 18, 40),
+        ]
     return []
+
+
+def cancel(name: str, at_step: int) -> None:
+    """Have a request cancelled before a step is prepared, and its answer handed out as far as it has come."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+    prepare, steps = ContinuousBatchProcessor.prepare_next_batch, [0]
+
+    def prepare_next_batch(processor) -> bool:
+        scheduler = processor.scheduler
+        if steps[0] == at_step and name in scheduler.active_requests:
+            state = scheduler.active_requests[name]
+            scheduler.set_request_cancellation(name)
+            processor.output_router.deliver(state.to_generation_output())
+        ready = prepare(processor)
+        steps[0] += ready
+        return ready
+
+    ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
 
 
 def generate(setup: str, folder: Path) -> None:
@@ -200,6 +244,13 @@ def generate(setup: str, folder: Path) -> None:
         batching = {"num_blocks": 48, "max_batch_tokens": 28}
     if setup == "hybrid-alike":
         batching = {"num_blocks": 56, "max_batch_tokens": 36}
+    if setup == "qwen-far":
+        batching = {"num_blocks": 112, "max_batch_tokens": 60}
+    if setup == "llama-cancels":
+        batching = {"num_blocks": 80, "max_batch_tokens": 44}
+        cancel("b", 5)
+    if setup == "qwen-page16-decodes":
+        batching = {"num_blocks": 30, "max_batch_tokens": 48}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)

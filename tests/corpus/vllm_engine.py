@@ -220,6 +220,42 @@ SETUPS = {
         "qwen3_next",
         {"dtype": "bfloat16", "max_num_batched_tokens": 88, "num_gpu_blocks_override": 27, "max_num_seqs": 4},
     ),
+    "qwen-loads-ends": (
+        "qwen",
+        {
+            "kv_transfer_config": LOADS,
+            "block_size": 16,
+            "max_num_batched_tokens": 96,
+            "num_gpu_blocks_override": 40,
+            "max_num_seqs": 3,
+        },
+    ),
+    "llama-loads-page16": (
+        "llama",
+        {
+            "kv_transfer_config": LOADS,
+            "block_size": 16,
+            "max_num_batched_tokens": 104,
+            "num_gpu_blocks_override": 52,
+            "max_num_seqs": 4,
+        },
+    ),
+    "qwen-strides": (
+        "qwen",
+        {"block_size": 16, "max_num_batched_tokens": 60, "num_gpu_blocks_override": 72, "max_num_seqs": 4},
+    ),
+    "llama-lora-chunks": (
+        "llama",
+        {
+            "enable_lora": True,
+            "max_loras": 3,
+            "max_lora_rank": 8,
+            "block_size": 16,
+            "max_num_batched_tokens": 44,
+            "num_gpu_blocks_override": 90,
+            "max_num_seqs": 3,
+        },
+    ),
 }
 
 
@@ -383,6 +419,21 @@ def generate(setup: str, folder: Path) -> None:
             [tokens(61), tokens(90), tokens(37), tokens(72)],
             [shared + tokens(5), tokens(49), shared + tokens(20)],
         ]
+    if setup == "qwen-loads-ends":  # that are gone on with behind answers, some of which end where a block does
+        batches = [[tokens(37), tokens(50), shared[:45]], [tokens(5), tokens(9), tokens(7)], [tokens(20), tokens(41)]]
+    if setup == "llama-loads-page16":  # that go on at different lengths behind what has been asked before
+        longer = [shared + tokens(18), tokens(51), shared[:58]]
+        batches = [longer, [longer[0] + tokens(40), longer[1] + tokens(7), tokens(22), shared + tokens(35)], again[2:]]
+    if setup == "qwen-strides":  # that are computed in rows of two to four
+        batches = [
+            [tokens(24), tokens(51), tokens(33), tokens(12)],
+            [shared[:49], tokens(38), shared[:35] + tokens(20)],
+        ]
+    if setup == "llama-lora-chunks":  # of one to four chunks, for two tenants and for none
+        batches = [
+            [tokens(30), shared + tokens(31), tokens(73)],
+            [shared + tokens(8), tokens(25), tokens(90), tokens(52)],
+        ]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -397,6 +448,9 @@ def generate(setup: str, folder: Path) -> None:
         lora = [adapter(folder, 1, "tenant 1"), None]
     if setup == "llama-lora-tight":
         both = adapter(folder, 1, "tenant 1"), None, adapter(folder, 2, "tenant 2")
+        lora = [[both[(i + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
+    if setup == "llama-lora-chunks":
+        both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2"), None
         lora = [[both[(i + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
     if setup == "llama-lora-loads":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
@@ -457,6 +511,14 @@ def generate(setup: str, folder: Path) -> None:
                 {"prompt_token_ids": asked + answer[:42] + prompt}
                 for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
             ]
+        if setup == "qwen-loads-ends" and number == 1:
+            given = [
+                {"prompt_token_ids": asked + answer + prompt}
+                for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
+            ]
+        if setup == "qwen-loads-ends" and number == 0:  # the first two end with a block, the third in the middle of one
+            for one, count in zip(sampling, (27, 30, 24), strict=True):
+                one.max_tokens = count
         if setup in ("llama-eagle-brim", "llama-loads-turns"):
             for one, question in zip(sampling, given, strict=True):
                 one.max_tokens = min(26 if "brim" in setup else 46, 256 - len(question["prompt_token_ids"]))
