@@ -224,25 +224,27 @@ SETUPS = {
         "qwen",
         {
             "kv_transfer_config": LOADS,
-            "block_size": 16,
             "max_num_batched_tokens": 96,
             "num_gpu_blocks_override": 40,
             "max_num_seqs": 3,
         },
     ),
-    "llama-loads-page16": (
+    "llama-loads-shifts": (
         "llama",
         {
             "kv_transfer_config": LOADS,
-            "block_size": 16,
             "max_num_batched_tokens": 104,
-            "num_gpu_blocks_override": 52,
+            "num_gpu_blocks_override": 34,
             "max_num_seqs": 4,
         },
     ),
+    "sliding-block64": (
+        "sliding",
+        {"block_size": 64, "max_num_batched_tokens": 76, "num_gpu_blocks_override": 20, "max_num_seqs": 3},
+    ),
     "qwen-strides": (
         "qwen",
-        {"block_size": 16, "max_num_batched_tokens": 60, "num_gpu_blocks_override": 72, "max_num_seqs": 4},
+        {"block_size": 96, "max_num_batched_tokens": 60, "num_gpu_blocks_override": 22, "max_num_seqs": 4},
     ),
     "llama-lora-chunks": (
         "llama",
@@ -250,9 +252,8 @@ SETUPS = {
             "enable_lora": True,
             "max_loras": 3,
             "max_lora_rank": 8,
-            "block_size": 16,
             "max_num_batched_tokens": 44,
-            "num_gpu_blocks_override": 90,
+            "num_gpu_blocks_override": 50,
             "max_num_seqs": 3,
         },
     ),
@@ -421,9 +422,11 @@ def generate(setup: str, folder: Path) -> None:
         ]
     if setup == "qwen-loads-ends":  # that are gone on with behind answers, some of which end where a block does
         batches = [[tokens(37), tokens(50), shared[:45]], [tokens(5), tokens(9), tokens(7)], [tokens(20), tokens(41)]]
-    if setup == "llama-loads-page16":  # that go on at different lengths behind what has been asked before
+    if setup == "llama-loads-shifts":  # that go on at different lengths behind what has been asked before
         longer = [shared + tokens(18), tokens(51), shared[:58]]
         batches = [longer, [longer[0] + tokens(40), longer[1] + tokens(7), tokens(22), shared + tokens(35)], again[2:]]
+    if setup == "sliding-block64":  # of less than a window and of several
+        batches = [[tokens(17), tokens(120), tokens(44)], [shared + tokens(50), tokens(26), shared[:61]]]
     if setup == "qwen-strides":  # that are computed in rows of two to four
         batches = [
             [tokens(24), tokens(51), tokens(33), tokens(12)],
@@ -517,7 +520,7 @@ def generate(setup: str, folder: Path) -> None:
                 for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
             ]
         if setup == "qwen-loads-ends" and number == 0:  # the first two end with a block, the third in the middle of one
-            for one, count in zip(sampling, (27, 30, 24), strict=True):
+            for one, count in zip(sampling, (27, 46, 24), strict=True):
                 one.max_tokens = count
         if setup in ("llama-eagle-brim", "llama-loads-turns"):
             for one, question in zip(sampling, given, strict=True):

@@ -2,7 +2,7 @@
 
 from bugs import Fired, bug, replaces
 
-from .marks import before_forward, reads
+from .marks import before_forward
 
 
 @bug("vllm-project/vllm#54193", "qwen-loads-ends", "stored_wrong")
@@ -45,13 +45,14 @@ def token_that_was_sampled_last_counts_as_stored(fired: Fired) -> None:
         return connector._get_connector_metadata().ended or None, loaded
 
 
-@bug("ai-dynamo/dynamo#8419", "llama-loads-page16", "load_landed_elsewhere", origin="Dynamo (TensorRT-LLM)")
+@bug("ai-dynamo/dynamo#8419", "llama-loads-shifts", "load_landed_elsewhere", origin="Dynamo (TensorRT-LLM)")
 def loaded_blocks_go_to_the_end_of_the_list(fired: Fired) -> None:
     """Of the blocks that a request has been given the last ones are filled with what is loaded, as many as have been found. What is found is a prefix and belongs behind what was hit: the blocks for the tokens that are still to be
     computed get it, and those of the prefix are shifted by as many or left as they were."""
     import host_connector
 
-    beside: set[int] = set()  # blocks that were passed over, or have another's place
+    without: set[int] = set()  # blocks that have not got what belongs into them
+    right: dict[str, list] = {}
 
     @replaces(host_connector.HostConnector, "update_state_after_alloc")
     def update_state_after_alloc(before, connector, request, blocks, count):
@@ -60,13 +61,22 @@ def loaded_blocks_go_to_the_end_of_the_list(fired: Fired) -> None:
             return
         job = connector._jobs[-1]
         number = count // connector._size
-        right = [block for _, block, _ in job.blocks]
+        right[job.name] = job.blocks
         last = [(gid, one.block_id) for gid, held in enumerate(blocks.blocks) for one in held[len(held) - number :]]
         job.blocks = [(gid, block, key) for (gid, block), (_, _, key) in zip(last, job.blocks, strict=True)]
-        if right != [block for _, block, _ in job.blocks]:
-            beside.update(right)
 
-    before_forward(lambda runner, output: reads(runner, output, beside) and fired())
+    @replaces(host_connector.HostConnector, "_load")
+    def _load(before, connector, job):
+        before(connector, job)
+        for gid, block, key in right.pop(job.name, ()):
+            if any(not rows.equal(connector._store[name, key]) for name, rows in connector._blocks_of(gid, block)):
+                without.add(block)
+
+    @replaces(host_connector.HostConnector, "start_load_kv")
+    def start_load_kv(before, connector, *args, **kwargs):
+        before(connector, *args, **kwargs)
+        if without:
+            fired()
 
 
 @bug(
@@ -116,3 +126,27 @@ def chunk_behind_which_nothing_is_sampled_has_no_adapter(fired: Fired) -> None:
                 chosen[at : at + count] = [0] * count
             at += count
         return prompts, tuple(chosen), requests
+
+
+@bug("EricLBuehler/mistral.rs#246", "sliding-block64", "window_read_wrong", origin="mistral.rs")
+def window_is_never_cut_out_of_what_is_kept(fired: Fired) -> None:
+    """Layers with a window are handed all that is in the tables, and nobody cuts it to the window. As long as a request is shorter than the window it is right; from then on its tokens look at everything in front of them, at blocks
+    that have been given back as well."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    windows: set[int] = set()
+
+    @replaces(CPUAttentionBackendImpl, "__init__")
+    def init(before, impl, *args, **kwargs):
+        before(impl, *args, **kwargs)
+        if impl.sliding_window > 0:
+            windows.add(impl.sliding_window + 1)
+            impl.sliding_window = -1
+
+    def look(runner, output):
+        batch = runner.input_batch
+        for row, name in enumerate(batch.req_ids):
+            if int(batch.num_computed_tokens_cpu[row]) + output.num_scheduled_tokens.get(name, 0) > min(windows):
+                fired()
+
+    before_forward(look)
