@@ -70,6 +70,10 @@ SETUPS = {
     "hybrid-page8-chunks": ("mellum_hybrid", 8, 512, False, 4, False),
     "llama-overlap-retract-no-tree": ("llama", 1, 240, True, 4, True),
     "llama-overlap-page8-short": ("llama", 8, 400, True, 4, False),
+    "hybrid-page4-branches": ("mellum_hybrid", 4, 480, False, 3, False),
+    "llama-lora-page8-renewed": ("llama", 8, 448, False, 3, False),
+    "llama-host-page4-branches": ("llama", 4, 160, False, 2, False),
+    "recurrent-shorts": ("lfm2", 1, 360, False, 2, False),
 }
 
 
@@ -435,6 +439,16 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-overlap-page8-short":  # of which one after the other leaves
         prompts = [tokens(count) for count in (17, 8, 29, 12, 23)]
         again = [prompts[0] + tokens(4), prompts[2] + tokens(9), tokens(15), tokens(24)]
+    if setup == "hybrid-page4-branches":  # of several chunks, and others that leave them in the middle of one
+        prompts = [tokens(count) for count in (92, 60, 31)]
+        again = [prompts[0][:45] + tokens(8), tokens(27), prompts[1][:44] + tokens(21), prompts[0][:84] + tokens(6)]
+    if setup == "recurrent-shorts":  # of a few tokens, and longer ones behind them
+        prompts = [tokens(count) for count in (5, 24, 7, 38)]
+        again = [tokens(17), prompts[1] + tokens(6), tokens(41), tokens(4)]
+    if setup == "llama-lora-page8-renewed":  # some of which come again word for word
+        again = [prompts[0], tokens(26), prompts[1] + tokens(4), prompts[2][:25] + tokens(7)]
+    if setup == "llama-host-page4-branches":  # that begin alike
+        prompts = [shared + tokens(count) for count in (28, 33, 24, 30, 36)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
@@ -493,6 +507,13 @@ def generate(setup: str, folder: Path) -> None:
                 engine.unload_lora_adapter("second")
                 engine.load_lora_adapter("second", adapter_folder("third"))
             salts["lora_path"] = [("second", "first", None)[i % 3] for i in range(len(batch))]
+        if setup == "llama-lora-page8-renewed":
+            if number:  # the first one is trained further, and loaded again by its name
+                from clients import adapter_folder
+
+                engine.unload_lora_adapter("first")
+                engine.load_lora_adapter("first", adapter_folder("further"))
+            salts["lora_path"] = [("first", "second", "first")[i % 3] for i in range(len(batch))]
         if "swapped" in setup:
             salts["lora_path"] = [("outputs", "first", "second")[(i // 2 + i % 2) % 3] for i in range(len(batch))]
         if setup == "llama-lora-page4":  # neighbours have different ones, and others of the batch have the same again
