@@ -9,7 +9,6 @@ from .marks import before_forward
     "sgl-project/sglang#30845",
     "hybrid-page4-branches",
     "stale_prefix_hit",
-    "stale_swa_mapping",
     "swa_window_off_by_one",
 )
 def prompt_in_chunks_is_put_into_the_tree_with_what_its_window_left(fired: Fired) -> None:
@@ -29,8 +28,10 @@ def prompt_in_chunks_is_put_into_the_tree_with_what_its_window_left(fired: Fired
             insert_params.set_evicted_seqlen(component.component_type, 0)
 
     def look(runner, batch, rows):
-        if batch.forward_mode.is_extend() and any(gone.intersection(prefix[-16:]) for *_, prefix in rows):
-            fired()
+        leads_to = runner.token_to_kv_pool_allocator.full_to_swa_index_mapping
+        for *_, prefix in rows if batch.forward_mode.is_extend() else ():
+            if any(not leads_to[slot] for slot in gone.intersection(prefix[-16:])):
+                fired()
         gone.difference_update(batch.out_cache_loc.tolist())
 
     before_forward(look)
