@@ -13,7 +13,9 @@ import math
 import os
 import sys
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -39,7 +41,7 @@ class Setup:
 
 
 SETUP = Setup()
-# mini-sglang's 20fcd7f gives a running request's pages back that another has cached meanwhile, and lets it read them: its #142.
+# Two bugs of mini-sglang's 20fcd7f that healthy runs would meet are mended, its #142 and #111: see `_mend`.
 MENDED = True
 
 
@@ -241,24 +243,58 @@ def stand_ins() -> None:
     importlib.import_module("minisgl.scheduler.scheduler").load_tokenizer = lambda _: SimpleNamespace(  # type: ignore[attr-defined]
         eos_token_id=SETUP.eos
     )
+    # A set of requests is gone through in one order in every run.
+    importlib.import_module("minisgl.core").Req.__hash__ = lambda self: self.uid  # type: ignore[assignment,method-assign]
     if MENDED:
         _mend()
 
 
 def _mend() -> None:
-    """Let a request whose pages are given back since another has cached the same read those of the cache."""
+    """Mend what is wrong in the engine as it is, so that a healthy run is one.
+
+    A request whose pages are given back, since another has cached the same meanwhile, goes on with those of the cache. A
+    request that was aborted while its forward was under way is left alone when that has come back.
+    """
     manager = importlib.import_module("minisgl.scheduler.cache").CacheManager
-    before = manager.cache_req
+    scheduler = importlib.import_module("minisgl.scheduler.scheduler").Scheduler
+    chunk = importlib.import_module("minisgl.scheduler.prefill").ChunkedReq
+    message = importlib.import_module("minisgl.message").AbortBackendMsg
+    cache, process, free, receive = (
+        manager.cache_req,
+        scheduler._process_last_data,
+        scheduler._free_req_resources,
+        scheduler._process_one_msg,
+    )
 
     def cache_req(self: Any, req: Any, *, finished: bool) -> None:
-        free = self._free
-        self._free = lambda pages: free(pages.clone())  # else a view of the row that is written below
-        before(self, req, finished=finished)
-        self._free = free
+        give_back = self._free
+        self._free = lambda pages: give_back(pages.clone())  # else a view of the row that is written below
+        cache(self, req, finished=finished)
+        self._free = give_back
         if not finished and (length := req.cache_handle.cached_len):
             self.page_table[req.table_idx, :length] = req.cache_handle.get_matched_indices()
 
-    manager.cache_req = cache_req
+    def _process_one_msg(self: Any, msg: Any) -> None:
+        self.aborting = isinstance(msg, message)
+        receive(self, msg)
+        self.aborting = False
+
+    def _free_req_resources(self: Any, req: Any) -> None:
+        req.aborted = self.aborting
+        free(self, req)
+
+    @wraps(process)
+    def _process_last_data(self: Any, last: Any) -> None:
+        if last is not None and any(getattr(req, "aborted", False) for req in last[0].batch.reqs):
+            batch = copy(last[0].batch)
+            gone = object.__new__(chunk)  # a chunk is what nothing is done for
+            batch.reqs = [gone if getattr(req, "aborted", False) else req for req in batch.reqs]
+            last = (last[0]._replace(batch=batch), last[1])
+        process(self, last)
+
+    manager.cache_req, scheduler._process_last_data = cache_req, _process_last_data
+    scheduler._free_req_resources, scheduler._process_one_msg = _free_req_resources, _process_one_msg
+    scheduler.aborting = False
 
 
 class Engine:
@@ -288,6 +324,7 @@ class Engine:
         self.names: dict[str, int] = {}
         self.aborts: list[Any] = []
         self.data: Any = None
+        self.free = self.llm.cache_manager.num_pages
         offline = self.llm.receive_msg
         self.llm.receive_msg = lambda blocking=False: [*offline(), *(self.aborts.pop(0) for _ in self.aborts[:])]
         replay, self.inputs = engine.attn_backend.prepare_for_replay, {}
@@ -376,7 +413,8 @@ class Engine:
     def fault_evicted_while_read(self) -> bool:
         """A running request does not count as a reader of its prefix, which is evicted."""
         for req in self._running:
-            if req.remain_len > 3 and req.cache_handle.node.ref_count == 1 and req.cache_handle.node.is_leaf():
+            node = req.cache_handle.node
+            if req.remain_len > 3 and req.cache_handle.cached_len and node.ref_count == 1 and node.is_leaf():
                 cache = self.llm.cache_manager
                 cache.prefix_cache.lock_handle(req.cache_handle, unlock=True)
                 cache.free_slots = torch.cat(
@@ -387,9 +425,10 @@ class Engine:
         return False
 
     def fault_leaked(self) -> bool:
-        """A page of the free list is forgotten."""
-        manager = self.llm.cache_manager
-        if self._running and len(manager.free_slots) > 1:
+        """The page that was given back last is forgotten."""
+        manager, before = self.llm.cache_manager, self.free
+        self.free = len(manager.free_slots)
+        if before < self.free:
             manager.free_slots = manager.free_slots[:-1]
             return True
         return False
