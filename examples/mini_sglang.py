@@ -93,6 +93,10 @@ def attach(llm, path, **options):
         free(req)
         live.pop(req.uid, None)
 
-    engine.forward_batch, engine.model.forward, attention.prepare_for_replay = recorded_batch, recorded_forward, recorded_replay
+    engine.forward_batch, engine.model.forward, attention.prepare_for_replay = (
+        recorded_batch,
+        recorded_forward,
+        recorded_replay,
+    )
     llm._process_last_data, llm._free_req_resources = recorded_process, recorded_free
     return recorder

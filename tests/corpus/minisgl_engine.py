@@ -16,13 +16,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "mini_sglang")]
 import engine as real  # noqa: E402
 
 SETUPS = {
-    "mini-abort": real.Setup(page=4, pages=24, running=3, chunk=64),
+    "mini-abort": real.Setup(page=4, pages=20, running=3, chunk=64),
     "mini-table": real.Setup(page=4, pages=48),
     "mini-pad": real.Setup(page=8, pages=18, graphs=(4,)),
     "mini-chunks": real.Setup(page=4, pages=26, chunk=12),
     "mini-positions": real.Setup(page=8, pages=24, chunk=32, graphs=(2, 4)),
     "mini-reload": real.Setup(page=1, pages=150),
-    "mini-tiles": real.Setup(page=4, pages=44, chunk=64, graphs=()),
+    "mini-tiles": real.Setup(page=4, pages=22, chunk=64, graphs=()),
     "mini-evict": real.Setup(page=4, pages=22, chunk=64),
 }
 
@@ -110,10 +110,11 @@ def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
     if setup == "mini-tiles":  # of all lengths
         return (
             {
-                0: [("a", tokens(8), 16)],
-                1: [("b", tokens(24), 10)],
-                3: [("c", tokens(13), 12), ("d", shared + tokens(5), 9)],
-                8: [("e", shared + tokens(10), 8)],
+                0: [("a", tokens(24), 3)],
+                1: [("b", tokens(15), 24), ("c", tokens(11), 6)],
+                6: [("d", shared + tokens(2), 5)],
+                11: [("e", tokens(26), 8)],
+                18: [("f", shared + tokens(9), 7)],
             },
             {},
         )

@@ -230,7 +230,14 @@ def stand_ins() -> None:
     sys.modules.setdefault("msgpack", packed)
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment,method-assign]
     torch.cuda.nvtx.range = lambda *_: nullcontext()  # type: ignore[assignment]
-    for name in ("engine.engine", "engine.graph", "engine.sample", "scheduler.scheduler", "scheduler.cache", "attention.fa"):
+    for name in (
+        "engine.engine",
+        "engine.graph",
+        "engine.sample",
+        "scheduler.scheduler",
+        "scheduler.cache",
+        "attention.fa",
+    ):
         importlib.import_module(f"minisgl.{name}").torch = _Torch()  # type: ignore[attr-defined]
     kernel = importlib.import_module("minisgl.kernel")
     kernel.indexing = lambda *, weights, indices, vocab_range: weights[indices.long()]  # type: ignore[attr-defined]
@@ -266,6 +273,7 @@ def _mend() -> None:
         scheduler._process_one_msg,
     )
 
+    @wraps(cache)
     def cache_req(self: Any, req: Any, *, finished: bool) -> None:
         give_back = self._free
         self._free = lambda pages: give_back(pages.clone())  # else a view of the row that is written below
@@ -418,7 +426,10 @@ class Engine:
                 cache = self.llm.cache_manager
                 cache.prefix_cache.lock_handle(req.cache_handle, unlock=True)
                 cache.free_slots = torch.cat(
-                    [cache.prefix_cache.evict(cache.prefix_cache.size_info.evictable_size)[:: SETUP.page], cache.free_slots]
+                    [
+                        cache.prefix_cache.evict(cache.prefix_cache.size_info.evictable_size)[:: SETUP.page],
+                        cache.free_slots,
+                    ]
                 )
                 req.cache_handle = type(req.cache_handle)(0, cache.prefix_cache.root_node)
                 return True
