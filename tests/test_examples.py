@@ -15,6 +15,7 @@ EXAMPLES = ROOT / "examples"
 EXPECTED = {
     "hunt_transformers.py": None,  # engines for kvcanary hunt, which docs/results/found.md was made with
     "hunt_vllm.py": None,
+    "mini_sglang.py": None,  # an adapter: tests/conformance/mini_sglang checks it
     "nano_vllm.py": None,  # an adapter: tests/recorder/test_paged.py runs it
     "record_transformers.py": ["clean: "],
     "triage_notebook.py": ["corrupt 294 violations", "free_too_early", "7f6f6bd2"],

@@ -37,7 +37,18 @@ ANSWERS = "answers.json"  # by trace: whether the bug changed what was answered
 # By trace: what the rules said before they were mended, and the kinds of whoever planted it, where others were found right since.
 FIRST_TRY = DATA / "held-out.json"
 PAGE = ROOT / "docs" / "results" / "real-bugs.md"
-PYTHON = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "transformers": ".venv", "nano": ".venv"}
+PYTHON = {
+    "vllm": ".venv-vllm",
+    "sglang": ".venv-sglang",
+    "transformers": ".venv",
+    "nano": ".venv",
+    "minisgl": ".venv-vllm",
+}
+# Engines that are no packages: which variable names their clone, and of what.
+CLONES = {
+    "nano": ("NANO_VLLM", "github.com/GeeeekExplorer/nano-vllm"),
+    "minisgl": ("MINI_SGLANG", "github.com/sgl-project/mini-sglang"),
+}
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right
 CERTAIN = 0.7  # no wrong kind may be said with this
@@ -111,8 +122,9 @@ def record(bugs: list[Bug], data: Path) -> None:
     answers = json.loads((data / ANSWERS).read_text()) if (data / ANSWERS).exists() else {}
     for engine, folder in PYTHON.items():
         mine = [bug for bug in bugs if bug.engine == engine and bug.setup != H200]
-        if engine == "nano" and mine and "NANO_VLLM" not in os.environ:
-            print("nano-vllm was left out: NANO_VLLM does not name a clone of github.com/GeeeekExplorer/nano-vllm")
+        variable, clone = CLONES.get(engine, ("", ""))
+        if variable and mine and variable not in os.environ:
+            print(f"{engine} was left out: {variable} does not name a clone of {clone}")
             continue
         names = [bug.trace for bug in mine] + [f"clean:{setup}" for setup in sorted({bug.setup for bug in mine})]
         with tempfile.TemporaryDirectory() as place:

@@ -1,0 +1,186 @@
+"""Runs mini-sglang for the corpus: with one bug, or with none. MINI_SGLANG names a clone of github.com/sgl-project/mini-sglang.
+
+python minisgl_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "mini_sglang")]
+
+import engine as real  # noqa: E402
+
+SETUPS = {
+    "mini-abort": real.Setup(page=4, pages=20, running=3, chunk=64),
+    "mini-table": real.Setup(page=4, pages=48),
+    "mini-pad": real.Setup(page=8, pages=18, graphs=(4,)),
+    "mini-chunks": real.Setup(page=4, pages=26, chunk=12),
+    "mini-positions": real.Setup(page=8, pages=24, chunk=32, graphs=(2, 4)),
+    "mini-reload": real.Setup(page=1, pages=150),
+    "mini-tiles": real.Setup(page=4, pages=22, chunk=64, graphs=()),
+    "mini-evict": real.Setup(page=4, pages=22, chunk=64),
+}
+
+
+def fired_in(engines: list):
+    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
+    forward: list[int] = []
+
+    def fired() -> None:
+        if not forward and engines:
+            recorder = engines[0].recorder
+            forward.append(int(recorder.next_forward))
+            recorder.mark("real bug", {"forward": forward[0]})
+
+    return fired
+
+
+def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
+    """Return what is asked before each step, (name, prompt, new tokens), and who is aborted before each."""
+    rng = random.Random(7)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1, 97) for _ in range(count)]
+
+    shared = tokens(16)
+    if setup == "mini-abort":  # while its prompt is computed, and another comes in the same moment
+        return (
+            {
+                0: [("a", tokens(9), 12)],
+                3: [("b", tokens(15), 6)],
+                4: [("c", tokens(22), 14)],
+                8: [("d", tokens(18), 8)],
+                14: [("e", tokens(26), 8)],
+                20: [("f", tokens(31), 6)],
+            },
+            {4: ["b"]},
+        )
+    if setup == "mini-table":  # that run side by side for many pages
+        return (
+            {
+                0: [("a", tokens(10), 18), ("b", tokens(13), 20)],
+                5: [("c", shared + tokens(3), 12)],
+                22: [("d", shared + tokens(7), 14), ("e", tokens(6), 10)],
+            },
+            {},
+        )
+    if setup == "mini-pad":  # of which one leaves early, and the others go on over what was its own
+        return (
+            {
+                0: [("a", tokens(11), 20), ("b", tokens(14), 22), ("c", tokens(9), 16), ("d", tokens(12), 5)],
+                9: [("e", tokens(20), 9)],
+                16: [("f", tokens(17), 12)],
+            },
+            {},
+        )
+    if setup == "mini-chunks":  # long prompts in chunks, one of which is aborted between two of them
+        return (
+            {
+                0: [("a", tokens(17), 10)],
+                4: [("b", tokens(40), 12)],
+                7: [("c", tokens(14), 12)],
+                9: [("d", shared + tokens(11), 10)],
+                14: [("e", shared + tokens(4), 8)],
+            },
+            {6: ["b"]},
+        )
+    if setup == "mini-positions":
+        return (
+            {
+                0: [("a", shared + tokens(5), 9), ("b", tokens(12), 12)],
+                4: [("c", shared + tokens(9), 8)],
+                12: [("d", tokens(40), 6)],
+            },
+            {},
+        )
+    if setup == "mini-reload":  # of which some leave while the others decode
+        return (
+            {
+                0: [("a", shared + tokens(4), 6), ("b", tokens(9), 14), ("c", tokens(7), 18)],
+                9: [("d", shared + tokens(6), 8)],
+                20: [("e", tokens(12), 7), ("f", tokens(5), 10)],
+            },
+            {},
+        )
+    if setup == "mini-tiles":  # of all lengths
+        return (
+            {
+                0: [("a", tokens(24), 3)],
+                1: [("b", tokens(15), 24), ("c", tokens(11), 6)],
+                6: [("d", shared + tokens(2), 5)],
+                11: [("e", tokens(26), 8)],
+                18: [("f", shared + tokens(9), 7)],
+            },
+            {},
+        )
+    return (  # two that begin alike, of which the one that came second leaves first, and then others that fill the pool
+        {
+            0: [("a", shared + tokens(2), 34)],
+            2: [("b", shared + tokens(9), 4)],
+            8: [("c", tokens(24), 6)],
+            16: [("d", tokens(23), 7)],
+            24: [("e", tokens(19), 6)],
+        },
+        {},
+    )
+
+
+def generate(setup: str, folder: Path, engines: list) -> None:
+    """Answer seeded random prompts."""
+    (folder / "traces").mkdir(parents=True, exist_ok=True)
+    made = real.Engine(folder / "traces" / "trace.arrow")
+    engines.append(made)
+    asked, aborts = workload(setup)
+    for step in range(400):
+        for name, prompt, count in asked.pop(step, ()):
+            made.add(name, prompt, count)
+        for name in aborts.pop(step, ()):
+            made.abort(name)
+        if not made.step() and not asked:
+            break
+    (folder / "tokens.json").write_text(json.dumps(made.answers))
+    made.close()
+
+
+def run(name: str, folder: Path) -> int:
+    """Run one bug, or a setup without any; return the exit status."""
+    from bugs import load
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        engines: list = []
+        try:
+            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            setup = name.removeprefix("clean:") if name.startswith("clean:") else load("minisgl")[name].setup
+            real.SETUP = SETUPS[setup]
+            real.stand_ins()
+            if not name.startswith("clean:"):
+                load("minisgl")[name].patch(fired_in(engines))
+            generate(setup, folder, engines)
+            status = 0
+        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
+            import traceback
+
+            traceback.print_exc()
+            for one in engines:
+                one.close()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    os.environ["KVCANARY_COMPRESSION"] = "zstd"
+    for one in sys.argv[2:]:
+        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)

@@ -1,0 +1,1 @@
+"""Bugs planted into mini-sglang: each round of what was held out."""
