@@ -319,6 +319,9 @@ class SlotHistory:
 DECODING: Final = frozenset({"decode", "target_verify", "mixed"})
 
 
+_NO_WALK_SEEN: Final = -(1 << 40)  # so few forwards since the last walk that none is ever missed
+
+
 class RunnerActivity:
     """`ran` counts each runner's forwards with requests; `since_sweep` those of the first since the last walk."""
 
@@ -340,8 +343,8 @@ class RunnerActivity:
             self.since_sweep = 0
 
     def forget(self) -> None:
-        """After a gap nobody knows how long ago the last walk was."""
-        self.since_sweep = 0
+        """After a gap nobody knows how long ago the last walk was, nor whether walks are still told: one must be seen first."""
+        self.since_sweep = _NO_WALK_SEEN
 
 
 @dataclass(slots=True, kw_only=True)

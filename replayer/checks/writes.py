@@ -18,9 +18,10 @@ from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
 
 # Bytes that so many tokens have, in such a share of slots, of which there are as many at least and are looked at at most, tell none
-# from another.
+# from another: of slots that writes changed, or, where one row of bytes is in most, of all, since writes then change next to none.
 _MANY_TOKENS: Final = 3
 _MANY_SHARE: Final = 0.1
+_MOST_SHARE: Final = 0.5
 _FEW_SLOTS: Final = 32
 _MOST_SLOTS: Final = 1 << 16
 # Where so many of the numbers that were written are those of the token before, tokens differ by less than others can tell.
@@ -36,7 +37,7 @@ class WriteLost(HistoryCheck):
     nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights
     that each rank draws alike): bytes that the token has in another slot, or is written with to another in the same batch
     of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
-    bytes, which tell none from another then (of random weights V may be little but its bias); K that stayed where V changed in few
+    bytes, or one row of bytes is in most slots, which tell none from another then (of random weights V may be little but its bias); K that stayed where V changed in few
     of its numbers, and the other way round, nor where bytes are hashed if V changed at all; samples of
     other layers alone in types of fewer bits than float32, in which some tokens are all but the same (of little but what a few
     large values make of them); unknown tokens (-1), slots of zeros (of 8-bit floats of -0, too), slots that nobody has written in this trace.
@@ -138,9 +139,10 @@ class WriteLost(HistoryCheck):
         records = record_words(pool.tail[group.pool.group.halves[0]], written=False)
         there = (pool.writers[:, 0] > 0) & ~pool.unknown
         there[[0, slot]] = False
+        everywhere = np.flatnonzero(there)
         if (left_at := self._left.get(group.pool.index)) is not None:
             there &= left_at != pool.writers[:, 0]
-        if self._tell_nothing(view, group, np.flatnonzero(there), records[:, RECORD_TOKEN]):
+        if self._tell_nothing(view, group, np.flatnonzero(there), everywhere, records[:, RECORD_TOKEN]):
             return True
         slots = np.flatnonzero(there & (records[:, RECORD_TOKEN] == fed))
         kept = [n for n in np.flatnonzero(stale).tolist() if not streams[n].samples]
@@ -153,13 +155,20 @@ class WriteLost(HistoryCheck):
         same_place = int(records[slot, RECORD_POSITION]) == int(view.forward.positions[token])
         return bool(own) and (same_place or len(own) == len(kept))
 
-    def _tell_nothing(self, view: ForwardView, group: GroupReads, slots: Int64Array, tokens: Int64Array) -> bool:
-        """Say whether a good part of the slots `[n]` that writes changed have bytes that many of the `tokens` have, of each slot one."""
+    def _tell_nothing(
+        self, view: ForwardView, group: GroupReads, changed: Int64Array, everywhere: Int64Array, tokens: Int64Array
+    ) -> bool:
+        """Say whether bytes of a stream tell none of the `tokens` from another, of each slot one: many of them have the same in a
+        good part of the slots `[n]` that writes `changed`, or one row of bytes is in most of all slots `[m]`.
+        """
         asked = view.forward.event, group.pool.index
         if self._telling[0] != asked:
-            chosen = slots[:_MOST_SLOTS]
-            alike = (_alike(kv[chosen], tokens[chosen]) for kv in group.pool.pool.kv)
-            self._telling = asked, len(chosen) >= _FEW_SLOTS and any(share >= _MANY_SHARE for share in alike)
+            said = False
+            for slots, least, share in ((changed, 0.0, _MANY_SHARE), (everywhere, _MOST_SHARE, _MOST_SHARE)):
+                chosen = slots[:_MOST_SLOTS]
+                if len(chosen) >= _FEW_SLOTS and not said:
+                    said = any(_alike(kv[chosen], tokens[chosen], least) >= share for kv in group.pool.pool.kv)
+            self._telling = asked, said
         return self._telling[1]
 
     def _written_elsewhere(
@@ -205,12 +214,13 @@ def _hardly_changed(before: ByteArray, after: ByteArray, stream: KvStream) -> Bo
     return np.asarray(stayed.mean(axis=1) >= _SAME_NUMBERS)
 
 
-def _alike(rows: ByteArray, tokens: Int64Array) -> float:
-    """Return the share of rows `[n, bytes]`, other than zeros, that many different tokens `[n]` have."""
+def _alike(rows: ByteArray, tokens: Int64Array, least: float) -> float:
+    """Return the share of rows `[n, bytes]`, other than zeros, that many different tokens `[n]` have, each `least` a share of all."""
     _, which = np.unique(rows.view(f"V{rows.shape[1]}").reshape(-1), return_inverse=True)
     each = np.unique(np.stack([which, tokens]), axis=1)[0]
     many = np.bincount(each, minlength=int(which.max()) + 1)[which] >= _MANY_TOKENS
-    return float((many & rows.any(axis=1)).mean())
+    often = np.bincount(which)[which] >= least * len(rows)
+    return float((many & often & rows.any(axis=1)).mean())
 
 
 @register

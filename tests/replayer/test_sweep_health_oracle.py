@@ -140,6 +140,21 @@ def test_sweeps_that_stop_are_a_finding_once(tmp_path):
     assert summary.verdict is Verdict.CORRUPT
 
 
+@pytest.mark.parametrize(("again", "stalls"), [(False, 0), (True, 1)])
+def test_behind_a_loss_sweeps_are_missed_only_once_one_was_seen(again, stalls, tmp_path):
+    """What was lost may be the very hook that tells of them."""
+    side = Side(tmp_path / "t.arrow", sweep_interval=3)
+    side.forward(PROMPT, CACHED, truth=PROMPT)
+    sweep(side)
+    side.recorder.lost("the sweeps are no longer recorded")
+    for n in range(12):
+        side.forward([50 + n], [30 + n], start=4 + n, mode="decode", truth=[*PROMPT, *range(50, 51 + n)])
+        if again and n == 2:
+            sweep(side)
+    _, _, findings = judge(side, tmp_path)
+    assert [row["kind"] for row in findings].count("launch_missing") == stalls
+
+
 def test_a_draft_runner_that_never_runs_is_a_finding(tmp_path):
     from dataclasses import replace
 

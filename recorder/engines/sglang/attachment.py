@@ -30,6 +30,7 @@ from ..common.outermost import OutermostCalls
 from ..common.stopping import stop_tree
 from .connectors.host_cache import HostCache
 from .forward import mode_of, prefix_and_extend
+from .history import calls_as_hooked
 from .hooks import not_applied, register_drafts
 from .inside import InsideModels
 from .layers import ModelLayers
@@ -177,6 +178,7 @@ class SglangAttachment(EngineAttachment):
                 calls = OutermostCalls(self._history_fault, live, self.cost)
                 for name, hook in history.follow_calls(calls).items():
                     self._wrap(history.allocator, name, hook, "history", self._history_fault)
+            calls_as_hooked(scheduler.tree_cache)
             for name in ("evict", "evict_for_alloc"):
                 if hasattr(scheduler.tree_cache, name):
                     self._wrap(scheduler.tree_cache, name, recording.on_evict, "history")

@@ -203,6 +203,14 @@ def knows_allocator(allocator: Any) -> bool:
     return {type(part).__name__ for part in (allocator, *(part for _, part in allocators_of(allocator)))} <= ALLOCATORS
 
 
+def calls_as_hooked(tree_cache: Any) -> None:
+    """Have parts of a prefix cache that keep an allocator's method of when they were made (0.5.16) call what stands there now."""
+    for component in getattr(tree_cache, "_components_tuple", ()):
+        free = getattr(component, "_free_full", None)
+        if (allocator := getattr(free, "__self__", None)) is not None:
+            component._free_full = lambda slots, allocator=allocator: allocator.free(slots)
+
+
 def promised(header: TraceHeader, allocator: Any, server_args: Any, *, followed: bool) -> TraceHeader:
     """Return a header that says what is recorded of an allocator's slots; `followed`: whether they are at all.
 
@@ -213,6 +221,24 @@ def promised(header: TraceHeader, allocator: Any, server_args: Any, *, followed:
         return replace(header, notes=(*header.notes, f"allocations and frees of slots are not recorded{kind}"))
     restored = hasattr(allocator, "restore_state") and getattr(server_args, "speculative_algorithm", None)
     return header if restored else replace(header, slot_history="allocator")
+
+
+def walked(header: TraceHeader, tree_cache: Any) -> TraceHeader:
+    """Return a header without walks of the prefix cache, and a note that says so, if SGLang has no walker for its type."""
+    if not header.sweep_interval:
+        return header
+    try:
+        walker()(radix_cache=tree_cache, unlocked_only=True)
+    except (ImportError, NotImplementedError) as error:  # some versions have no walker, none knows all caches
+        return replace(header, sweep_interval=0, notes=(*header.notes, f"the prefix cache is not walked: {error}"))
+    return header
+
+
+def walker() -> Any:
+    """Return what SGLang's own canary walks the prefix cache with."""
+    from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary
+
+    return walk_radix_cache_for_canary
 
 
 class RadixCacheWalk:
@@ -231,14 +257,8 @@ class RadixCacheWalk:
         self._forwards = 0
         self._passes = self._online_passes()
         # Of a target whose pools are of no known class no slots are recorded, and there is nothing to walk.
-        self.walks = bool(self._online or every) and bool(self._runner.groups)
-        self._walk: Any = self.walker() if self.walks else None
-
-    def walker(self) -> Any:
-        """Return what SGLang's own canary walks the prefix cache with."""
-        from sglang.srt.kv_canary.radix_cache_walker import walk_radix_cache_for_canary
-
-        return walk_radix_cache_for_canary
+        self.walks = bool(every) and bool(self._runner.groups)
+        self._walk: Any = walker() if self.walks else None
 
     def _online_passes(self) -> int:
         sweeps = getattr(getattr(self._target, "canary_manager", None), "_sweep_orchestrator", None)
@@ -251,11 +271,7 @@ class RadixCacheWalk:
         self.after_forward()
 
     def after_forward(self) -> None:
-        """Walk if it is time; called after each forward of the target, at its very end.
-
-        Raises:
-            NotImplementedError: this SGLang's walker does not know the prefix cache's type.
-        """
+        """Walk if it is time; called after each forward of the target, at its very end."""
         if not self.walks:
             return
         if self._online:

@@ -10,7 +10,8 @@ from kvcanary.recorder.engines.common.hooking import (
     wrap_method,
 )
 from kvcanary.recorder.engines.common.outermost import OutermostCalls
-from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk, promised
+from kvcanary.recorder.engines.sglang import history as module
+from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk, calls_as_hooked, promised, walked
 from kvcanary.recorder.trace.header import TraceHeader
 
 from .fake_engine import TokenToKVPoolAllocator
@@ -191,7 +192,7 @@ def walk(told: Told, monkeypatch: pytest.MonkeyPatch, *, every: int, online: int
         slots = [21] if unlocked_only else [20, 21]
         return SimpleNamespace(slot_indices=slots, positions=[0, 1], prev_slot_indices=[-1, 20])
 
-    monkeypatch.setattr(RadixCacheWalk, "walker", lambda self: found)
+    monkeypatch.setattr(module, "walker", lambda: found)
     return target, RadixCacheWalk(target, "tree", layout, every, told)  # type: ignore[arg-type]
 
 
@@ -232,10 +233,34 @@ def test_no_walk_where_no_pool_is_known(monkeypatch: pytest.MonkeyPatch) -> None
     target = SimpleNamespace(canary_manager=None)
     layout: Any = SimpleNamespace(runners={id(target): SimpleNamespace(groups={}, index=0)}, groups=[], luts=[])
     found = SimpleNamespace(slot_indices=[20], positions=[0], prev_slot_indices=[-1])
-    monkeypatch.setattr(RadixCacheWalk, "walker", lambda self: lambda **_: found)
+    monkeypatch.setattr(module, "walker", lambda: lambda **_: found)
     told = Told()
     RadixCacheWalk(target, "tree", layout, 3, told).after_forward()  # type: ignore[arg-type]
     assert told.calls == []
+
+
+def test_a_prefix_cache_that_the_walker_does_not_know_is_promised_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def knows_trees(radix_cache: str, unlocked_only: bool) -> None:
+        if radix_cache != "tree":
+            raise NotImplementedError(f"does not support {radix_cache}")
+
+    monkeypatch.setattr(module, "walker", lambda: knows_trees)
+    header = TraceHeader(groups=(), tables=(), sweep_interval=9)
+    assert walked(header, "tree") == header
+    without = walked(header, "ChunkCache")
+    assert without.sweep_interval == 0
+    assert without.notes == ("the prefix cache is not walked: does not support ChunkCache",)
+
+
+def test_what_kept_an_allocators_method_calls_what_was_hooked_since() -> None:
+    allocator = TokenToKVPoolAllocator(8, 1)
+    part: Any = SimpleNamespace(_free_full=allocator.free)
+    calls_as_hooked(SimpleNamespace(_components_tuple=(part, SimpleNamespace())))
+    freed: list[list[int]] = []
+    allocator.free = lambda slots: freed.append(slots.tolist())  # type: ignore[method-assign]
+    part._free_full(torch.tensor([3, 4]))
+    assert freed == [[3, 4]]
+    calls_as_hooked(object())  # most caches have no such parts
 
 
 class RestoringAllocator(TokenToKVPoolAllocator):

@@ -30,7 +30,7 @@ def test_forwards_between_a_load_and_its_beginning_are_clean(tmp_path: Path, mon
         prev = torch.cat((torch.full((min(len(in_cache), 1),), -1), in_cache[:-1]))
         return SimpleNamespace(slot_indices=in_cache, positions=torch.arange(len(in_cache)), prev_slot_indices=prev)
 
-    monkeypatch.setattr(history.RadixCacheWalk, "walker", lambda self: walk)
+    monkeypatch.setattr(history, "walker", lambda: walk)
 
     def wait(scheduler: Scheduler, loaded: torch.Tensor) -> None:
         nonlocal in_cache

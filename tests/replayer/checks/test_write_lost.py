@@ -238,3 +238,13 @@ def test_bytes_that_many_tokens_have_tell_none_from_another(tokens_a_row, lost, 
     engine.recorder.close()
     summary = replay(engine.path, settings=ReplaySettings(checks=("write_lost",), executor=executor), report=None)
     assert summary.findings_by_kind.get("write_lost", 0) == lost
+
+
+def test_one_row_of_bytes_in_most_slots_tells_nothing_though_no_write_changes_it(engine, tmp_path):
+    """Small random weights in 8 bits: V is the bias's for every token, so that no slot is a witness once each was written twice."""
+    for number in range(40):
+        engine.write(10 + number, 100 + number, 100 + number, 4)
+    for number in range(40):
+        engine.write(10 + number, 150 + number, 150 + number, 4)
+    engine.write(10, 300, 150, 4)
+    assert engine.found(tmp_path) == []

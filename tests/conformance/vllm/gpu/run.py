@@ -35,6 +35,7 @@ from compare import Result, compare  # noqa: E402
 from engine import ENVIRONMENT, environment, generate, import_engine  # noqa: E402
 from runs import RUNS, GpuRun  # noqa: E402
 
+STARTED: list[subprocess.Popen[bytes]] = []  # one that nobody holds is waited for by the next one's start
 OVERHEAD = tuple(
     GpuRun(name=f"overhead-{runner}-{processes}-{kind}", base=base, runner=runner, graph="FULL_DECODE_ONLY",
            spawned=processes == "two")
@@ -121,7 +122,8 @@ def start(run: GpuRun, place: Path, *, forks: bool) -> int:
     if not forks:
         with (place / "log").open("w") as log:
             command = [sys.executable, str(HERE / "engine.py"), str(place), json.dumps(told)]
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True).pid
+            STARTED.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+        return STARTED[-1].pid
     pid = os.fork()
     if pid:
         return pid
