@@ -20,6 +20,7 @@ from .observed import (
     given_at_once,
     goes_on_inside,
     handed_round,
+    has_its_row,
     hit_what_it_was_given,
     its_own_slot,
     left_out_of_a_prompt,
@@ -238,6 +239,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         (s.event, s.request_id) in cluster.facts.strayed for s in head
     ):
         return Likely("table", ("row_reassigned_in_flight",))
+    if has_its_row(cluster) is not None:
+        return Likely("table", ("row_reassigned_in_flight", "req_to_token"))
     if "swa_mapping_stale" in kinds:
         return _of_the_swa_table(cluster, seen)
     nothing = cluster.finding("padding_slot_read")
@@ -330,6 +333,8 @@ def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("allocation", ("page_given_twice", "shared_page_written", "free_too_early"))
     if sign.kind == "hit_never_written" and seen.filled is Filled.ITSELF:  # another is writing it now
         return Likely("write", ("shared_page_written", "page_given_twice", "slot_mapping"))
+    if seen.held is Held.JOINED and seen.filled is Filled.NOBODY:
+        return Likely("content", ("hit_before_written", "prefix_not_computed", "stale_prefix_hit"))
     if seen.filled is Filled.ITSELF:
         return Likely("input", _POSITIONS if seen.positions else ("async_resume_wrong_input", "future_map_overrun"))
     return _CONTENT.get(seen.filled, Likely(sign.branch))

@@ -47,13 +47,16 @@ def behind_its_rows_end(cluster: Cluster) -> bool:
 def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     """Whether attention looks for a token of its own forward where the row says, and the token went to another slot.
 
-    It looks in the right place if its request was given that slot, or if the token went over another of the request's own.
+    It looks in the right place if its request was given that slot, and has written nothing else there, or if the token went over
+    another of the request's own.
     """
     computed_now = sign.position >= cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
+    given, filled = cluster.last(sign, "alloc"), cluster.filled(sign)
+    taken = given is not None and filled is not None and given.event < filled.event < sign.event
     return (
         computed_now
         and not any(_named_anew(cluster, sign, s) for s in cluster.head)
-        and (cluster.was_given(sign) or over_its_own(cluster, sign) is not None)
+        and ((cluster.was_given(sign) and not taken) or over_its_own(cluster, sign) is not None)
     )
 
 
@@ -155,6 +158,21 @@ def row_moved(cluster: Cluster, sign: Sign) -> bool:
     """Whether a row's entry was overwritten since its request wrote the position, to another slot than it names now."""
     own, change = cluster.wrote(sign), cluster.rewrite_of(sign)
     return own is not None and change is not None and change.event > own[0] and own[1] != sign.slot
+
+
+def has_its_row(cluster: Cluster) -> Sign | None:
+    """Return the sign of an entry that was overwritten with what another request of the forward writes for the same position, as
+    several entries of that row were: both have one row.
+    """
+    both: dict[int, list[Sign]] = {}
+    for sign in cluster.head:
+        if sign.bits & CONTENT and cluster.rewrite_of(sign) is not None:
+            for fact in cluster.history(sign):
+                others = fact.what == "written" and fact.event == sign.event and fact.request_id != sign.request_id
+                wrote = others and cluster.facts.wrote_before(fact.request_id, sign.position, sign.event + 1)
+                if wrote == (sign.event, sign.slot):
+                    both.setdefault(fact.request_id, []).append(sign)
+    return next((signs[0] for signs in both.values() if len({s.position for s in signs}) > 1), None)
 
 
 def of_another(cluster: Cluster, sign: Sign) -> bool:

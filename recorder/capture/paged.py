@@ -131,8 +131,11 @@ class ShownBlocks:
             holder = _CACHED
         elif is_cached and holder is None and not users and block not in self._cached:
             yield 0, "alloc", ALLOC_CACHED, None  # the cache names what is free
-        if holder is not None and users and is_free:  # given back, and used all the same
-            yield 1, "free", ALLOC_FRESH, None
+        evicted = holder is _CACHED and not is_cached
+        elsewhere = any(users[request] not in {users[other] for other in stayed} for request in joined)
+        if (evicted and stayed and elsewhere) or (holder is not None and users and is_free):
+            # Given back, or given out anew for another place, and used all the same.
+            yield 1, "evict" if evicted else "free", ALLOC_FRESH, None
             holder = None
         elif holder is not None and not is_cached and not stayed and (users or is_free is not False):
             yield 1, "evict" if holder is _CACHED else "free", ALLOC_FRESH, None if holder is _CACHED else owner

@@ -168,6 +168,19 @@ def test_what_is_shown_says_who_got_what() -> None:
     ]  # the cache names what is free
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_the_cache_gives_up_under_a_reader_is_evicted(elsewhere: bool) -> None:
+    """As where a lock was released twice: it goes to the free list, or to the next request at once."""
+    shown = ShownBlocks()
+    alloc, evict = "alloc", "evict"
+    changes(shown, {"a": [1, 2]}, (), [3])
+    assert changes(shown, {"a": [1, 2]}, (1, 2), [3]) == []
+    assert changes(shown, {"a": [1, 2]}, (1, 2), [3]) == [(alloc, "cached", "a", [1, 2])]
+    given = {"b": [3, 1]} if elsewhere else {}
+    found = changes(shown, {"a": [1, 2], **given}, (2,), [] if elsewhere else [1, 3])
+    assert found == [(evict, "", None, [1]), *([(alloc, "", "b", [1, 3])] if elsewhere else [])]
+
+
 def test_attached_late_it_knows_nothing_of_what_was_before(tmp_path: Path) -> None:
     llm, recorder = Llm(), []
 

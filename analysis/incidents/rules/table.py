@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, slot_query
-from ..observed import at_the_edge, its_own_slot, lost_all, misplaced, taken_from_behind, twice_in_batch
+from ..observed import at_the_edge, has_its_row, its_own_slot, lost_all, misplaced, taken_from_behind, twice_in_batch
 from ..sign import CONTENT
 from .allocation import lower_edge, named_twice, own_free
 
@@ -60,7 +60,7 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
 def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
     """A resumed request is given slots as if it had none; the tail of its row is replaced. (S#22862)"""
     sign = cluster.finding("hit_never_written", "read_of_foreign_slot") or cluster.violation(CONTENT)
-    if sign is None:
+    if sign is None or has_its_row(cluster) is not None:
         return None
     leaked = cluster.kinds["slot_leaked"] > 0
     change = cluster.rewrite_of(sign)
@@ -92,6 +92,10 @@ def row_reassigned_in_flight(cluster: Cluster) -> Diagnosis | None:
             said = f"{other.reader} was computed in {other.when} on a row that another request of the batch had; its own is row {own}: "
             queries = (request_query(other.request_id), events_query([other.event]))
             return cluster.diagnosis(0.97, said + other.place, other, queries=queries, cause=other.event)
+    both = has_its_row(cluster)
+    if both is not None:
+        said = f"the row of {both.reader} names in {both.when} what another request of the batch writes there for the same positions, "
+        return cluster.diagnosis(0.9, f"{said}which had its row by then: {both.place}", both, cause=both.event)
     return None
 
 
