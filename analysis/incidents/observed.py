@@ -242,7 +242,9 @@ def goes_on_inside(cluster: Cluster, sign: Sign) -> bool:
 def still_empty(cluster: Cluster) -> Sign | None:
     """Return a sign of zeros in a slot that was not written before: they may be what the slot was made with."""
     empty = [
-        s for s in cluster.head if s.kind == "bad_values" and s.cause == "zeros" and cluster.has_trace and s.slot > 0
+        s
+        for s in cluster.head
+        if s.kind in ("bad_values", "write_damaged") and s.cause == "zeros" and cluster.has_trace and s.slot > 0
     ]
     return next(
         (s for s in empty if not any(f.what == "written" and f.event < s.event for f in cluster.history(s))), None

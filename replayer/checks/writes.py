@@ -240,16 +240,32 @@ class WriteDamaged(HistoryCheck):
             yield from self._damaged(view, group)
 
     def _damaged(self, view: ForwardView, group: GroupReads) -> list[Finding]:
-        forward, slots = view.forward, group.request_slots
+        forward, slots, pool = view.forward, group.request_slots, group.pool.pool
         judged = stays(group.written, group.pool.group)[: len(slots)]
+        at = np.where((slots > 0) & (slots < group.pool.num_slots), slots, 0)
+        known = (pool.writers[at, 0] > 0) & ~pool.unknown[at]
+        # Of all that differs in a slot: whether it is what it held before, and whether that may be what the pool was made with.
+        kept, empty = known.copy(), ~known
         first: dict[int, str] = {}
-        for number, (index, stream) in enumerate(self.history.header.streams(forward.runner)):
-            if index != group.pool.index:
-                continue
+        own = [
+            n for n, (index, _) in enumerate(self.history.header.streams(forward.runner)) if index == group.pool.index
+        ]
+        for before, number in zip(pool.kv, own, strict=True):
+            stream = self.history.header.streams(forward.runner)[number][1]
             stored, given = forward.kv_bytes[number][: len(slots)], forward.kv_submitted[number][: len(slots)]
-            for token in np.flatnonzero(judged & (stored != given).any(axis=1)).tolist():
+            differ = (stored != given).any(axis=1)
+            kept &= ~differ | (stored == before[at]).all(axis=1)
+            empty &= ~differ | ~stored.any(axis=1)
+            for token in np.flatnonzero(judged & differ).tolist():
                 byte = int(np.argmax(stored[token] != given[token]))
                 what = f"{stream.half} of layer {stream.layer_of(byte)} holds {stored[token, byte]:#04x} in byte {byte}"
                 first.setdefault(token, f"{what}, the model handed in {given[token, byte]:#04x}")
         found = np.array(sorted(first), np.int64)
-        return self.of_tokens(view, group, lambda n: (first[int(found[n])], [], NO_CAUSE), found)
+
+        def explain(n: int) -> Explained:
+            token = int(found[n])
+            as_before = ", as before the forward" if kept[token] else ""
+            cause = Cause("as_before") if kept[token] else Cause("zeros") if empty[token] else NO_CAUSE
+            return first[token] + as_before, [], cause
+
+        return self.of_tokens(view, group, explain, found)

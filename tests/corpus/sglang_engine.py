@@ -73,7 +73,6 @@ SETUPS = {
     "hybrid-page4-branches": ("mellum_hybrid", 4, 480, False, 3, False),
     "llama-lora-page8-renewed": ("llama", 8, 448, False, 3, False),
     "llama-host-page4-branches": ("llama", 4, 160, False, 2, False),
-    "recurrent-shorts": ("lfm2", 1, 360, False, 2, False),
 }
 
 
@@ -442,9 +441,6 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "hybrid-page4-branches":  # of several chunks, and others that leave them in the middle of one
         prompts = [tokens(count) for count in (92, 60, 31)]
         again = [prompts[0][:45] + tokens(8), tokens(27), prompts[1][:44] + tokens(21), prompts[0][:84] + tokens(6)]
-    if setup == "recurrent-shorts":  # of a few tokens, and longer ones behind them
-        prompts = [tokens(count) for count in (5, 24, 7, 38)]
-        again = [tokens(17), prompts[1] + tokens(6), tokens(41), tokens(4)]
     if setup == "llama-lora-page8-renewed":  # some of which come again word for word
         again = [prompts[0], tokens(26), prompts[1] + tokens(4), prompts[2][:25] + tokens(7)]
     if setup == "llama-host-page4-branches":  # that begin alike

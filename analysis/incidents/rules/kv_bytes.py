@@ -9,6 +9,9 @@ from .allocation import written_again
 def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
     """A token is written and its slot's bytes are still another token's, written before. (lab)"""
     sign = cluster.finding("write_lost")
+    damaged = cluster.finding("write_damaged")
+    if sign is None and damaged is not None and damaged.cause == "as_before":
+        sign = damaged
     for other in cluster.head if sign is None else ():
         event = stored_nowhere(cluster, other) if other.bits else None
         if event is not None:
@@ -30,7 +33,9 @@ def kv_write_lost(cluster: Cluster) -> Diagnosis | None:
 def kv_write_damaged(cluster: Cluster) -> Diagnosis | None:
     """What a forward leaves in a slot is not what the model handed to the cache. (lab)"""
     words = "what {0.reader} wrote to {0.place} was damaged within {0.when}: {0.detail}"
-    return cluster.said_by("write_damaged", words)
+    sign = cluster.finding("write_damaged")
+    # What is as it was before, or as a pool is made, may never have been written.
+    return cluster.said_by("write_damaged", words, 0.95 if sign is None or not sign.cause else 0.6)
 
 
 @rule("K and V of another adapter or other weights", branch="identity")

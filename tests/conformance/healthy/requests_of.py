@@ -10,7 +10,7 @@ def prompts_of(run: dict[str, Any]) -> Iterator[list[tuple[list[int], int]]]:
     rng = random.Random(run["seed"])
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(3, 600) for _ in range(count)]
+        return [rng.randrange(3, 500) for _ in range(count)]
 
     shared = tokens(rng.randrange(20, 150))
     known = [tokens(rng.randrange(1, 90)) for _ in range(4)] + [shared + tokens(rng.randrange(1, 40)) for _ in range(4)]

@@ -97,6 +97,25 @@ def test_damage_within_the_writing_forward_is_told(as_torch, engine, tmp_path):
         assert "in byte 44, the model handed in 0x" in row["detail"]
 
 
+def test_what_was_not_written_at_all_is_told_apart(engine, tmp_path):
+    """A slot that holds what it held before, or what a pool is made with, was left alone rather than damaged."""
+    engine.forward([3, 4, 5, 6])
+    before = [kv.copy() for kv in engine.kv]
+
+    def leave(slots):
+        def damage(kv):
+            for half, old in zip(kv, before, strict=True):
+                half[slots] = old[slots]
+
+        return damage
+
+    engine.forward([3, 4, 7, 8], damage=leave([3, 7]))
+    engine.forward([9, 10, 5, 6], damage=flip(0, 5, 0))
+    found = engine.found(tmp_path / "report")
+    told = {row["slot"]: row["cause"] for row in found if row["kind"] == "write_damaged"}
+    assert told == {3: "as_before", 7: "zeros", 5: ""}
+
+
 def test_bytes_are_in_the_trace_only_where_they_differ(engine, tmp_path):
     engine.forward([3, 4, 5, 6])
     engine.forward([7, 8, 9, 10], damage=flip(0, 7, 0), submitted=(0,))

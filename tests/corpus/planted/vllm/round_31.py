@@ -85,6 +85,7 @@ def loaded_blocks_go_to_the_end_of_the_list(fired: Fired) -> None:
     "not_of_the_model",
     "kv_write_damaged",
     origin="vLLM Ascend",
+    recorded=False,
 )
 def values_are_read_as_if_they_lay_one_behind_the_other(fired: Fired) -> None:
     """Queries, keys and values of a token come out of one product, so that the values of two tokens lie as far apart as all three are long. The kernel that stores them in a step of single tokens takes them to lie one behind the other: from the second row on it
@@ -128,7 +129,13 @@ def chunk_behind_which_nothing_is_sampled_has_no_adapter(fired: Fired) -> None:
         return prompts, tuple(chosen), requests
 
 
-@bug("EricLBuehler/mistral.rs#246", "sliding-block64", "window_read_wrong", origin="mistral.rs")
+@bug(
+    "EricLBuehler/mistral.rs#246",
+    "sliding-block64",
+    "window_read_wrong",
+    origin="mistral.rs",
+    late="what tokens of one chunk attend to among themselves is not seen, and the first prompt's first chunk is longer than the window",
+)
 def window_is_never_cut_out_of_what_is_kept(fired: Fired) -> None:
     """Layers with a window are handed all that is in the tables, and nobody cuts it to the window. As long as a request is shorter than the window it is right; from then on its tokens look at everything in front of them, at blocks
     that have been given back as well."""
