@@ -21,7 +21,8 @@ def hit_before_written(cluster: Cluster) -> Diagnosis | None:
             said = f"{sign.reader} began in {sign.when} with {sign.place}, which another request of the forward was to fill, and did: "
             return cluster.diagnosis(0.85, f"{said}{sign.differs}", sign, cause=sign.event)
         unwritten = sign.bits & CONTENT and sign.writer_event < 0 and cluster.filled(sign) is None
-        others = given is None or given.request_id != sign.request_id  # who was given it, and has never filled it
+        # Or another was given it, and has never filled it.
+        others = given is None or (given.request_id != sign.request_id and cached is None)
         since = -1 if given is None else given.event
         if unwritten and others and cluster.joined(sign, since) and sign.request_id not in cluster.facts.loads:
             said = f"{sign.reader} began in {sign.when} with {sign.place} of the prefix cache, which nobody has computed: {sign.differs}"

@@ -63,7 +63,9 @@ def start(engine: ModuleType, run: dict[str, Any], folder: Path, *, gpu: bool, f
         os._exit(status)
 
 
-def run_engines(engine: ModuleType, seeds: range, folder: Path, *, gpu: bool, timeout_s: float, at_once: int) -> None:
+def run_engines(
+    engine: ModuleType, seeds: list[int], folder: Path, *, gpu: bool, timeout_s: float, at_once: int
+) -> None:
     """Run all engines, so many side by side; each one's exit status goes into its folder."""
     told = ALL | engine.environment({}, folder, gpu=gpu)
     if any(os.environ.get(name) != value for name, value in told.items()):  # some are read at the interpreter's start
@@ -116,11 +118,17 @@ def judged(place: Path) -> tuple[str, str]:
     return "clean", told
 
 
+def seeds_of(told: str) -> list[int]:
+    """Return the numbers that `3,10:20` names: 3, and 10 to 19."""
+    parts = [part.partition(":") for part in told.split(",")]
+    return [n for first, to, end in parts for n in range(int(first), int(end) if to else int(first) + 1)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=["vllm", "sglang"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", default="0:40", help="the first, and behind the last; each is one run")
+    parser.add_argument("--seeds", default="0:40", type=seeds_of, help="such as 3,10:20; each is one run")
     parser.add_argument("--gpu", action="store_true", help="engines on a GPU, with its runners and graphs")
     parser.add_argument("--engines", action="store_true", help="run the engines alone, replay later")
     parser.add_argument("--from", dest="ran", action="store_true", help="replay what engines left in this folder")
@@ -132,10 +140,8 @@ def main() -> int:
     if args.one:
         engine.generate(json.loads((args.folder / "run.json").read_text()), args.folder, gpu=args.gpu)
         return 0
-    first, _, last = args.seeds.partition(":")
     if not args.ran:
-        seeds = range(int(first), int(last))
-        run_engines(engine, seeds, args.folder, gpu=args.gpu, timeout_s=args.timeout, at_once=args.at_once)
+        run_engines(engine, args.seeds, args.folder, gpu=args.gpu, timeout_s=args.timeout, at_once=args.at_once)
     if args.engines:
         return 0
     places = sorted(path.parent for path in args.folder.glob("*/status"))
