@@ -52,12 +52,24 @@ def find_incidents(
     Raise `AnalysisError` if the report's files are missing or damaged.
     """
     places = read_places(report, limit=max_places)
-    if not len(places):
-        return Incidents(rows=[], places=places, of_place=np.zeros(0, np.int64))
+    return incidents_of(report, places, gathered(traces, places), without)
+
+
+def gathered(traces: Sequence[Path], places: Places) -> Facts | None:
+    """Return what traces tell about a report's places; None of a report that has none.
+
+    Raise `AnalysisError` if a trace cannot be read.
+    """
     try:
-        facts = gather(traces, places)
+        return gather(traces, places) if len(places) else None
     except TraceError as error:
         raise AnalysisError(str(error)) from None
+
+
+def incidents_of(report: Path, places: Places, facts: Facts | None, without: Collection[str] = ()) -> Incidents:
+    """Return the incidents of a report by what is known of its places; `without` are kinds whose rules are left out."""
+    if facts is None:
+        return Incidents(rows=[], places=places, of_place=np.zeros(0, np.int64))
     groups = facts.header.groups if facts.header is not None else ()
     clusters = link(places, groups, list(_named(places, facts, groups)))
     ranked = [rank(cluster, without) for cluster in make_clusters(report, places, clusters, facts)]

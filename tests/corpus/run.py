@@ -87,13 +87,15 @@ def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, list[dict[
     """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules
     of `kinds`.
     """
-    from kvcanary.analysis.incidents.finding import find_incidents
+    from kvcanary.analysis.incidents.finding import gathered, incidents_of
+    from kvcanary.analysis.incidents.places import read_places
     from kvcanary.replayer.run.replay import ReplaySettings, replay
 
     with tempfile.TemporaryDirectory() as folder:
         summary = replay(trace, settings=ReplaySettings(), report=Path(folder))
-        bad = summary.violations or summary.findings
-        rows, others = (find_incidents(Path(folder), [trace], without=w).rows if bad else [] for w in ((), kinds))
+        places = read_places(Path(folder))
+        facts = gathered([trace], places)
+        rows, others = (incidents_of(Path(folder), places, facts, without).rows for without in ((), kinds))
     marks = [mark["labels"]["forward"] for mark in summary.marks if set(mark["labels"]) == {"forward"}]
     return (marks[0] if marks else -1), summary, rows, others
 
