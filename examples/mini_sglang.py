@@ -92,6 +92,7 @@ def attach(llm, path, **options):
     def recorded_free(req):
         free(req)
         live.pop(req.uid, None)
+        recorder.ended(req.uid)
 
     engine.forward_batch, engine.model.forward, attention.prepare_for_replay = (
         recorded_batch,

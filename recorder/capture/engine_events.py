@@ -155,9 +155,14 @@ class EventRecording(Recording):
         """Say what an earlier forward sampled, where its `after_forward` could not know it yet (overlap scheduling).
 
         `forward` is its number, which `next_forward` gave before it, `sampled_tokens` `[sum(sampled_lens)]` request by
-        request, `sampled_lens` `[bs]` of that forward; log-probabilities as in `after_forward`.
+        request, `sampled_lens` `[bs]` of that forward, padding's among them; log-probabilities as in `after_forward`.
         """
         lens = own_int64(sampled_lens, "sampled_lens")
+        rows = self._said_rows.get(int(forward), lens.size)
+        if lens.size != rows:
+            raise ValueError(
+                f"sampled_lens has length {lens.size}, expected {rows}: all of forward {forward}, padding too"
+            )
         tokens = self._hash_tokens(own_int64(sampled_tokens, "sampled_tokens"))
         if tokens.size != int(np.maximum(lens, 0).sum()):
             raise ValueError(f"sampled_lens ask for {int(np.maximum(lens, 0).sum())} tokens, {tokens.size} came")

@@ -228,6 +228,9 @@ class PagedRecorder(Recorder):
         self._block_size, self._ask = block_size, blocks
         self._blocks = ShownBlocks(padding_blocks)
         self._known: set[Hashable] = set()
+        self._ended: set[Hashable] = (
+            set()
+        )  # that are said to have ended, and still had blocks when these were shown last
         super().__init__(path, header, kv_sources={(0, n): s for n, s in enumerate(sources.values())}, **options)
 
     @guarded
@@ -293,6 +296,11 @@ class PagedRecorder(Recorder):
             )
         )
 
+    @guarded
+    def ended(self, request: Hashable) -> None:
+        """Say that a request has finished or was aborted; whoever loses its blocks without it may have been preempted."""
+        self._ended.add(request)
+
     def oracle_tokens(self, requests: Sequence[Hashable], seq_lens: Any) -> Int64Array:
         """As `Recorder.oracle_tokens`, of requests by their names."""
         return super().oracle_tokens([_number(request) for request in requests], seq_lens)
@@ -324,8 +332,11 @@ class PagedRecorder(Recorder):
         now = self._blocks.requests()
         given = [change for change in changes if change.kind == "alloc" and change.status != ALLOC_CACHED]
         self._record_changes([change for change in changes if change not in given])
-        for request in sorted(before - now, key=str):  # it has ended or was preempted: it may come back
-            self.request_status(request_id=_number(request), status="retracted", note="it has no blocks any more")
+        for request in sorted(before - now, key=str):  # else it has ended or was preempted: it may come back
+            ended = request in self._ended
+            note = "" if ended else "it has no blocks any more"
+            self.request_status(request_id=_number(request), status="finished" if ended else "retracted", note=note)
+        self._ended &= now
         for request in sorted(now - before, key=str):
             self.request_status(request_id=self._see(request), status="admitted")
         self._record_changes(given)

@@ -65,6 +65,7 @@ class Recorder(EventRecording):
         )
         if self._strict:
             self._expect_fitting(forward)
+            self._said_rows[forward.number] = forward.rows.size
         self._forwards += 1
         forward.changes = self.state.changes(forward)
         every = self._kv_watch_every

@@ -117,7 +117,9 @@ class Recording:
         self.path = Path(path)
         header = header if privacy is None else with_privacy(header, privacy)
         self._strict = strict
-        self._said_requests: set[int] = set()  # a strict recorder's: an adapter is tried out with few
+        # A strict recorder's: an adapter is tried out with few.
+        self._said_requests: set[int] = set()
+        self._said_rows: dict[int, int] = {}  # of each forward
         self._numbers = SlotNumbers(header)
         self._lent_rows = LentRows(min([table.rows for table in header.tables], default=1))
         header = self._numbers.header(header)

@@ -190,7 +190,12 @@ def _run(
     try:
         engine = factory(trace)
     except Exception as error:
-        raise EngineError(f"the factory failed: {_described(error)}") from error
+        where = (
+            "; is it on PYTHONPATH, or is the variable set that names its clone?"
+            if isinstance(error, ImportError)
+            else ""
+        )
+        raise EngineError(f"the factory failed: {_described(error)}{where}") from error
 
     def on_inputs(given: dict[str, Any]) -> None:
         nonlocal forwards, planted, what
@@ -220,7 +225,12 @@ def _run(
     summary = replay(trace, settings=ReplaySettings(), report=None)
     first = summary.first_finding or {}
     seen = [summary.first_violation_forward] if summary.violations else []
-    seen += [int(first["forward"])] if first else []
+    if first:
+        # What is found between two forwards bears the number of the one before, and so does what was planted behind that.
+        behind = (
+            isinstance(fault, str) and first["forward"] == planted - 1 and not _in_forward(trace, int(first["event"]))
+        )
+        seen.append(int(first["forward"]) + behind)
     trial = Trial(
         fault=name,
         seed=seed,
@@ -235,6 +245,11 @@ def _run(
         engine_failed=failed,
     )
     return trial, summary, engine, offered
+
+
+def _in_forward(trace: Path, number: int) -> bool:
+    """Whether the event of that number is a forward."""
+    return any(event.kind == "forward" for event in read_trace(trace) if event.number == number)
 
 
 def _served(engine: Any, seed: int) -> Iterator[None]:

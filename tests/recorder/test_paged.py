@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvcanary.recorder.capture.paged import BlockUse, ShownBlocks
 from kvcanary.recorder.trace.header import Oracle
-from kvcanary.recorder.trace.reader import TraceReader
+from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from ..support.engines.documented_engine import judged
 from ..support.engines.nano import BLOCK, VOCAB, Llm, attach
@@ -179,6 +179,25 @@ def test_what_the_cache_gives_up_under_a_reader_is_evicted(elsewhere: bool) -> N
     given = {"b": [3, 1]} if elsewhere else {}
     found = changes(shown, {"a": [1, 2], **given}, (2,), [] if elsewhere else [1, 3])
     assert found == [(evict, "", None, [1]), *([(alloc, "", "b", [1, 3])] if elsewhere else [])]
+
+
+def test_who_is_said_to_have_ended_was_not_preempted(tmp_path: Path) -> None:
+    llm = Llm()
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True)
+    asked = [llm.add_request([number + 1, 2, 3], 4) for number in range(3)]
+    while llm.step():
+        for seq in asked[1:]:
+            if len(seq) == seq.end:
+                recorder.ended(seq.seq_id)
+    recorder.ended(asked[1].seq_id)
+    recorder.ended(asked[2].seq_id)
+    recorder.close()
+    told = [event for event in read_trace(tmp_path / "trace.arrow") if event.kind == "status"]
+    left = {
+        event.scalar("request_id"): event.scalar("status") for event in told if event.scalar("status") != "admitted"
+    }
+    assert [left[seq.seq_id] for seq in asked] == ["retracted", "finished", "finished"]
+    assert judged(tmp_path / "trace.arrow").verdict.value == "clean"
 
 
 def test_attached_late_it_knows_nothing_of_what_was_before(tmp_path: Path) -> None:

@@ -22,6 +22,14 @@ WRONG: dict[str, tuple[Callable[[Recorder], Any], str]] = {
         r"before_forward: after_forward\(\) was not called for forward 0",
     ),
     "after alone": (lambda r: r.after_forward(), "after_forward without before_forward"),
+    "sampled later": (
+        lambda r: [
+            r.before_forward(a_forward()),
+            r.after_forward(),
+            r.sampled(forward=0, sampled_tokens=[4, 5], sampled_lens=[1, 1]),
+        ],
+        "sampled_lens has length 2, expected 1: all of forward 0, padding too",
+    ),
     "closed": (lambda r: [r.close(), r.mark("late")], r"mark\(\) was called, but the recorder is off: closed"),
     "floats": (
         lambda r: r.before_forward(a_forward(positions=[0.0, 1.5])),

@@ -14,6 +14,7 @@ from kvcanary.replayer.lab.adapter_faults import INPUT_FAULTS
 
 from ...support.engines import nano
 from ...support.engines.documented_engine import printed_code
+from ...support.engines.nano import BLOCK
 from ...support.engines.nano_subject import Engine
 from ...support.places import DOCS
 
@@ -62,6 +63,21 @@ def test_what_an_adapter_does_not_read_is_missed(tmp_path: Path) -> None:
     missed = {trial.fault: trial for trial in report.faults}["seq_len_one_short"]
     assert "attention: a wrong length or table that attention alone gets is not seen" in report.why_missed(missed)
     assert told(report)["attention"] == "no"
+
+
+class FreesTwice(Engine):
+    def fault_freed_twice(self) -> bool:
+        """What is found here, between two forwards, bears the number of the one before."""
+        block = next(iter(self.llm.scheduler.block_manager.free_block_ids))
+        self.recorder.slots("free", group=0, slots=[block * BLOCK])
+        return True
+
+
+def test_what_is_found_between_two_forwards_counts_as_found(tmp_path: Path) -> None:
+    report = checked(FreesTwice, tmp_path)
+    trial = {trial.fault: trial for trial in report.faults}["freed_twice"]
+    assert (trial.found, trial.seen, trial.found_by) == (True, trial.planted, {"slot_freed_twice": 1})
+    assert report.verdict == "conforms"
 
 
 class NoFrees(Engine):
@@ -115,6 +131,7 @@ class NeverEnds(Engine):
         (Elsewhere, "wrote no trace to the path that it was given"),
         (NeverEnds, "had not ended after 100 steps"),
         (lambda: None, "the factory failed: TypeError"),
+        (lambda _: __import__("no_such_engine"), "No module named 'no_such_engine'.*; is it on PYTHONPATH, or"),
     ],
 )
 def test_an_engine_that_fails_without_a_fault(
