@@ -9,8 +9,8 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
 from .cluster import Diagnosis, request_query, slot_query
-from .evidence import CERTAIN
 from .facts import Facts
+from .likely import CERTAIN
 from .linking import kind_of
 from .places import FINDING, VIOLATION, Places, count_rows
 from .ranking import Ranked

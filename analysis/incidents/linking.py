@@ -15,7 +15,7 @@ from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import FailReason
 from ...recorder.trace.header import PoolGroup
 from .cluster import Diagnosis
-from .evidence import KNOWN
+from .likely import KNOWN
 from .places import FINDING, Places
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN

@@ -13,8 +13,9 @@ import pyarrow as pa
 from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import ADDED_COLUMNS, uncounted
 from .cluster import Cluster, Diagnosis
-from .evidence import Likely, branch_of, evidence_of, judged_again, left_open
+from .evidence import evidence_of
 from .facts import Facts
+from .likely import Likely, branch_of, judged_again, left_open
 from .places import FINDING, Places, count_rows, open_parquet, require_columns
 from .rules import RULES
 from .sign import Sign

@@ -1,8 +1,8 @@
 """What went wrong with who holds which slot."""
 
 from ..cluster import Cluster, Diagnosis, rule
-from ..evidence import POSSIBLE, REMAINS
 from ..facts import Fact
+from ..likely import POSSIBLE, REMAINS
 from ..observed import hit_what_it_was_given, window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
 

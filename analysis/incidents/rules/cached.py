@@ -1,8 +1,8 @@
 """What went wrong with content that a request did not compute itself: cached, loaded, or sent by another engine."""
 
 from ..cluster import Cluster, Diagnosis, request_query, rule, slot_query
-from ..evidence import POSSIBLE
 from ..facts import Fact
+from ..likely import POSSIBLE
 from ..observed import filled_while_read, open_transfer, page_of_elsewhere
 from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
 from .copies import NOTHING_LANDED, copy_finding

@@ -3,7 +3,7 @@
 from typing import Final
 
 from ..cluster import Cluster, Diagnosis, rule
-from ..evidence import POSSIBLE
+from ..likely import POSSIBLE
 from ..observed import half_of_a_page
 from ..sign import CONTENT, Sign
 

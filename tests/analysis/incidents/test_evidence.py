@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from kvcanary.analysis.incidents.cluster import Cluster
-from kvcanary.analysis.incidents.evidence import Held, branch_of, evidence_of
+from kvcanary.analysis.incidents.evidence import Held, evidence_of
 from kvcanary.analysis.incidents.facts import Begin, Fact, Facts, Rewrite, SlotFacts
+from kvcanary.analysis.incidents.likely import branch_of
 from kvcanary.analysis.incidents.ranking import rank
 from kvcanary.analysis.incidents.sign import POSITION, TOKEN, Sign
 
