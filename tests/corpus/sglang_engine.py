@@ -75,7 +75,7 @@ SETUPS = {
     "llama-host-page4-branches": ("llama", 4, 160, False, 2, False),
     "llama-lora-page16-named": ("llama", 16, 640, False, 3, False),
     "llama-host-page4-rest": ("llama", 4, 176, False, 3, False),
-    "llama-page4-evicts": ("llama", 4, 204, False, 4, False),
+    "llama-page4-evicts": ("llama", 4, 124, False, 4, False),
     "llama-page8-answers": ("llama", 8, 360, False, 3, False),
 }
 

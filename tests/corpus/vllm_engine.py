@@ -330,8 +330,10 @@ def generate(setup: str, folder: Path) -> None:
         enable_prefix_caching=True,
         **{**defaults, **arguments},
     )
-    if setup == "recurrent-tails":  # weights that are made up are so small that no state would be seen in what comes of it
-        llm.apply_model(lambda model: [w.data.mul_(2000) for name, w in model.named_parameters() if "conv" in name] and None)
+    if (
+        setup == "recurrent-tails"
+    ):  # weights that are made up are so small that no state would be seen in what comes of it
+        llm.apply_model(enlarge_states)
     rng = random.Random(5)
 
     def tokens(count: int) -> list[int]:
@@ -588,6 +590,13 @@ def generate(setup: str, folder: Path) -> None:
         ]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()
+
+
+def enlarge_states(model: Any) -> None:
+    """Make what goes into the states of a model's convolutions, and what comes of them, large enough to be seen."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("operator_norm.weight", "conv.weight")):
+            weight.data.mul_(1e5 if "norm" in name else 1e3)
 
 
 def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:

@@ -26,7 +26,7 @@ def decode_gets_a_length_that_is_cut_to_a_window_already(fired: Fired) -> None:
         return before(engine, batch, args)
 
 
-@bug("gittensor-ai-lab/sparkinfer#185", "mini-grow", "commit_beyond_allocation", "slot_mapping", origin="SparkInfer")
+@bug("gittensor-ai-lab/sparkinfer#185", "mini-grow", "commit_beyond_allocation", "req_to_token", origin="SparkInfer")
 def tokens_beyond_what_was_allocated_go_where_the_rows_last_owner_was(fired: Fired) -> None:
     """A request is given pages for its prompt and eight tokens more, and goes on for longer. The columns of its row behind these pages are not cleared: they name the pages of whoever had the row before, which are in the prefix
     cache, and the tokens are stored into them. Who hits that prefix reads what a stranger has answered."""

@@ -2,7 +2,7 @@
 
 from bugs import Fired, bug, replaces
 
-from .marks import before_forward, once_written_again
+from .marks import before_forward
 
 
 @bug("sgl-project/sglang#24638", "llama-lora-page16-named", "identity_not_in_key")
@@ -67,20 +67,33 @@ def what_was_found_on_the_host_is_counted_and_not_copied(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug("Avarok-Cybersecurity/atlas#158", "llama-page4-evicts", "eviction_of_locked_page", "free_too_early", origin="Atlas")
+@bug("Avarok-Cybersecurity/atlas#158", "llama-page4-evicts", "eviction_of_locked_page", origin="Atlas")
 def chunks_of_a_prompt_are_put_into_the_tree_and_nobody_holds_them(fired: Fired) -> None:
     """With each chunk, what has been computed of a prompt goes into the tree, so that others may begin with it. It is not locked there: while the rest of the prompt is still to come, it is the first to go when others want
     slots, and the prompt's next chunks read what these have written."""
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    lost: set[int] = set()
-    once_written_again(fired, lost)
+    written: dict[int, int] = {}  # of a slot, the forward that wrote it last
+    computed: dict[int, dict[int, int]] = {}  # of a row, the slots of its chunks so far, and who had written them then
+    forwards = [0]
+
+    def look(runner, batch, rows):
+        for row, (*_, prefix) in zip(batch.req_pool_indices.tolist(), rows, strict=True):
+            mine = computed.get(row, {})
+            if [*mine] == prefix[: len(mine)] and any(written.get(slot, 0) != one for slot, one in mine.items()):
+                fired()
+        forwards[0] += 1
+        written.update(dict.fromkeys(batch.out_cache_loc.tolist(), forwards[0]))
+
+    before_forward(look)
 
     @replaces(UnifiedRadixCache, "checkpoint_into_tree")
     def checkpoint_into_tree(before, cache, req, *, up_to, **kwargs):
         before(cache, req, up_to=up_to, **kwargs)
         if up_to < len(req.origin_input_ids) and req.lock is not None:
-            lost.update(cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to].tolist())
+            row = req.kv.req_pool_idx
+            slots = cache.req_to_token_pool.req_to_token[row, :up_to].tolist()
+            computed[row] = {slot: written.get(slot, 0) for slot in slots}
             cache.unlock(req.lock)
             req.lock = None
 

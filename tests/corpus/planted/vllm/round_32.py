@@ -5,7 +5,7 @@ from bugs import Fired, bug, replaces
 from .marks import before_forward, parts_of, states_of, when_allocated
 
 
-@bug("kekzl/imp#967", "hybrid-floors", "swa_window_off_by_one", "free_too_early", origin="imp")
+@bug("kekzl/imp#967", "hybrid-floors", "swa_window_off_by_one", origin="imp")
 def window_is_counted_in_whole_blocks_from_the_end(fired: Fired) -> None:
     """What a layer with a window may give back is counted in blocks from the end of the request, as many as the window has. Its attention begins where the window begins, which is mostly inside the block before these: that
     block is given back and filled by others while it is still looked at."""
@@ -77,11 +77,6 @@ def state_at_the_end_of_the_prompt_is_kept_as_that_of_the_last_full_block(fired:
 
     late: set[int] = set()
     number: list[int] = [0]
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-    @replaces(CPUAttentionBackendImpl, "do_kv_cache_update")
-    def do_kv_cache_update(before, impl, layer, key, value, kv_cache, slot_mapping):
-        print("DBGK", key.shape[0], key.flatten(1).sum(1).tolist())
-        return before(impl, layer, key, value, kv_cache, slot_mapping)
 
     @replaces(GPUModelRunner, "execute_model")
     def execute_model(before, runner, output, *args, **kwargs):
@@ -95,17 +90,15 @@ def state_at_the_end_of_the_prompt_is_kept_as_that_of_the_last_full_block(fired:
                 continue
             full, live = batch.block_table[number[0]].block_table.np[row, end // size - 1 : end // size + 1].tolist()
             for part in parts_of(runner, layers) if full and live else ():
-                print("DBGP", name, end, size, full, live, part.shape, (part[full]-part[live]).abs().max(), part[full].abs().max())
                 if not part[full].equal(part[live]):
                     late.add(full)
-                part[full] = part[full] if __import__('os').environ.get('NODMG') else part[live]
+                part[full] = part[live]
         return made
 
     @replaces(KVCacheManager, "allocate_slots")
     def allocate_slots(before, manager, request, *args, **kwargs):
         given = before(manager, request, *args, **kwargs)
         blocks = kwargs.get("new_computed_blocks")
-        print("DBGA", request.request_id, number, late, blocks and [[b.block_id for b in g] for g in blocks.blocks])
         if given is not None and blocks is not None and late & {b.block_id for b in blocks.blocks[number[0]]}:
             fired()
         return given
