@@ -24,6 +24,8 @@ SETUPS = {
     "mini-reload": real.Setup(page=1, pages=150),
     "mini-tiles": real.Setup(page=4, pages=22, chunk=64, graphs=()),
     "mini-evict": real.Setup(page=4, pages=22, chunk=64),
+    "mini-cut": real.Setup(page=4, pages=30, chunk=40, graphs=(1, 3)),
+    "mini-grow": real.Setup(page=8, pages=16, chunk=24, running=2, graphs=(2,)),
 }
 
 
@@ -115,6 +117,26 @@ def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
                 6: [("d", shared + tokens(2), 5)],
                 11: [("e", tokens(26), 8)],
                 18: [("f", shared + tokens(9), 7)],
+            },
+            {},
+        )
+    if setup == "mini-cut":  # of which some come to be longer than 24
+        return (
+            {
+                0: [("a", tokens(13), 16), ("b", shared + tokens(4), 20)],
+                6: [("c", shared + tokens(9), 10)],
+                15: [("d", tokens(27), 9)],
+            },
+            {},
+        )
+    if setup == "mini-grow":  # a long one, whose row a short one gets, and then it comes again
+        long = shared + tokens(25)
+        return (
+            {
+                0: [("a", long, 4), ("b", tokens(10), 12)],
+                7: [("c", tokens(9), 22)],
+                32: [("d", long + tokens(3), 8)],
+                45: [("e", tokens(14), 6)],
             },
             {},
         )

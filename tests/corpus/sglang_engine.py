@@ -73,6 +73,10 @@ SETUPS = {
     "hybrid-page4-branches": ("mellum_hybrid", 4, 480, False, 3, False),
     "llama-lora-page8-renewed": ("llama", 8, 448, False, 3, False),
     "llama-host-page4-branches": ("llama", 4, 160, False, 2, False),
+    "llama-lora-page16-named": ("llama", 16, 640, False, 3, False),
+    "llama-host-page4-rest": ("llama", 4, 176, False, 3, False),
+    "llama-page4-evicts": ("llama", 4, 124, False, 4, False),
+    "llama-page8-answers": ("llama", 8, 360, False, 3, False),
 }
 
 
@@ -180,6 +184,16 @@ def ask_with_keys(engine, batch: list[list[int]], sampling: list[dict], number: 
         extra_key=[key for key, _ in keys],
         cache_salt=[salt for _, salt in keys],
     )
+    return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
+
+
+def ask_by_name(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
+    """Return the answers of adapters, and then those of the base model for callers whose own keys are called as the adapters are."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    names = [("first", "second", "own")[i % 3] for i in range(len(batch))]
+    keys = {"extra_key": names} if number else {"lora_path": [None if name == "own" else name for name in names]}
+    asked = GenerateReqInput(input_ids=batch, sampling_params=sampling, **keys)
     return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
 
 
@@ -445,6 +459,15 @@ def generate(setup: str, folder: Path) -> None:
         again = [prompts[0], tokens(26), prompts[1] + tokens(4), prompts[2][:25] + tokens(7)]
     if setup == "llama-host-page4-branches":  # that begin alike
         prompts = [shared + tokens(count) for count in (28, 33, 24, 30, 36)]
+    if setup == "llama-lora-page16-named":  # of more than a page, some of which come again without an adapter
+        prompts = [tokens(45), tokens(38), shared + tokens(30)]
+        again = [prompts[0], prompts[1] + tokens(4), tokens(22), prompts[2]]
+    if setup == "llama-page4-evicts":  # long ones that are computed while others grow
+        prompts = [tokens(count) for count in (20, 17, 96, 24, 80)]
+        again = [tokens(count) for count in (88, 21, 100, 18)]
+    if setup == "llama-page8-answers":  # some of which go on behind what has been answered before
+        prompts = [tokens(count) for count in (19, 34, 11)]
+        again = [prompts[0] + tokens(6), tokens(27), prompts[1] + tokens(13), prompts[2]]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
@@ -520,6 +543,9 @@ def generate(setup: str, folder: Path) -> None:
             salts["cache_salt"] = [f"tenant {i % 2 + number}" for i in range(len(batch))]
         if setup == "llama-beams":  # every other has three beams
             sampling = [{**one, "beam_width": 3} if i % 2 else one for i, one in enumerate(sampling)]
+        if setup == "llama-lora-page16-named":
+            outputs += [o["output_ids"] for o in ask_by_name(engine, batch, sampling, number)]
+            continue
         if setup == "llama-keys":
             outputs += [o["output_ids"] for o in ask_with_keys(engine, batch, sampling, number)]
             continue

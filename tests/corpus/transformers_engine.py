@@ -151,6 +151,22 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(115, 9), 30, 12),
             ask("d", system + random_prompt(116, 11), 18, 40),
         ]
+    if setup == "qwen-bytes":  # tokens of one byte, and the same with a second byte here and there
+        head = [token % 250 + 4 for token in random_prompt(120, 32)]
+        twin = head[:8] + [token + 256 * (place % 3 == 0) for place, token in enumerate(head[8:])]
+        return [
+            ask("a", head + random_prompt(121, 7), 18),
+            ask("b", random_prompt(122, 26), 24, 1),
+            ask("c", twin + random_prompt(123, 5), 16, 9),
+            ask("d", head[:24] + random_prompt(124, 9), 12, 20),
+        ]
+    if setup == "hybrid-sawtooth":  # that come to be longer than the window while they are answered
+        return [
+            ask("a", random_prompt(130, 20), 36),
+            ask("b", random_prompt(131, 51), 24, 2),
+            ask("c", random_prompt(132, 9), 40, 8),
+            ask("d", random_prompt(133, 37), 14, 19),
+        ]
     return []
 
 
@@ -251,6 +267,10 @@ def generate(setup: str, folder: Path) -> None:
         cancel("b", 5)
     if setup == "qwen-page16-decodes":
         batching = {"num_blocks": 30, "max_batch_tokens": 48}
+    if setup == "qwen-bytes":
+        batching = {"num_blocks": 70, "max_batch_tokens": 52}
+    if setup == "hybrid-sawtooth":
+        batching = {"num_blocks": 44, "max_batch_tokens": 32}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)

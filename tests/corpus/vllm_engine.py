@@ -257,6 +257,22 @@ SETUPS = {
             "max_num_seqs": 3,
         },
     ),
+    "hybrid-floors": (
+        "hybrid",
+        {"block_size": 16, "max_num_batched_tokens": 52, "num_gpu_blocks_override": 22, "max_num_seqs": 3},
+    ),
+    "qwen-synced": ("qwen", {"max_num_batched_tokens": 68, "num_gpu_blocks_override": 30, "max_num_seqs": 4}),
+    "recurrent-tails": ("lfm2", {"max_num_batched_tokens": 56, "num_gpu_blocks_override": 36, "max_num_seqs": 3}),
+    "qwen-loads-disk": (
+        "qwen",
+        {
+            "kv_transfer_config": LOADS,
+            "block_size": 64,
+            "max_num_batched_tokens": 116,
+            "num_gpu_blocks_override": 24,
+            "max_num_seqs": 3,
+        },
+    ),
 }
 
 
@@ -314,6 +330,10 @@ def generate(setup: str, folder: Path) -> None:
         enable_prefix_caching=True,
         **{**defaults, **arguments},
     )
+    if (
+        setup == "recurrent-tails"
+    ):  # weights that are made up are so small that no state would be seen in what comes of it
+        llm.apply_model(enlarge_states)
     rng = random.Random(5)
 
     def tokens(count: int) -> list[int]:
@@ -437,6 +457,26 @@ def generate(setup: str, folder: Path) -> None:
             [tokens(30), shared + tokens(31), tokens(73)],
             [shared + tokens(8), tokens(25), tokens(90), tokens(52)],
         ]
+    if setup == "hybrid-floors":  # of one window to three, while others want the blocks that they leave
+        batches = [
+            [tokens(90), tokens(35), tokens(50), tokens(28), tokens(61)],
+            [shared + tokens(26), tokens(58), shared[:50]],
+        ]
+    if setup == "qwen-synced":  # that begin alike before and behind new weights
+        batches = [
+            [shared + tokens(17), tokens(40), shared[:50]],
+            [shared + tokens(25), tokens(66), tokens(21)],
+            [shared[:66] + tokens(12), tokens(19)],
+        ]
+    if setup == "recurrent-tails":  # that end a few tokens behind a block, and are gone on with from that block's end
+        batches = [
+            [shared + tokens(9), tokens(47)],
+            [shared[:64] + tokens(20), tokens(25)],
+            [tokens(36), shared[:64] + tokens(33)],
+        ]
+    if setup == "qwen-loads-disk":  # of one block and a bit, or of two
+        batches = [[shared + tokens(11), tokens(133), tokens(37)]]
+        batches += [[shared + tokens(20), tokens(30)], [batches[0][1] + tokens(8), shared[:66] + tokens(70)]]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -480,6 +520,13 @@ def generate(setup: str, folder: Path) -> None:
 
             size = llm.llm_engine.model_config.get_hidden_size()
             drawn = torch.randn(size, generator=torch.Generator().manual_seed(11))
+            weights = ("model.layers.0.input_layernorm.weight", drawn)
+            llm.apply_model(lambda model, new=weights: model.load_weights([new]) and None)
+            llm.reset_prefix_cache()
+        elif number == 1 and setup == "qwen-synced":
+            import torch
+
+            drawn = torch.randn(64, generator=torch.Generator().manual_seed(13))
             weights = ("model.layers.0.input_layernorm.weight", drawn)
             llm.apply_model(lambda model, new=weights: model.load_weights([new]) and None)
             llm.reset_prefix_cache()
@@ -528,7 +575,7 @@ def generate(setup: str, folder: Path) -> None:
         if setup in ("llama-chunks-back", "qwen-ngram-five", "sliding-tight", "llama-loads-restart", "recurrent-back"):
             for one in sampling:
                 one.max_tokens += 30
-        if setup in ("qwen-resumes", "delta-churn", "delta-reused"):
+        if setup in ("qwen-resumes", "delta-churn", "delta-reused", "hybrid-floors"):
             for one in sampling:
                 one.max_tokens += 32
         if setup == "llama-streaming":
@@ -543,6 +590,13 @@ def generate(setup: str, folder: Path) -> None:
         ]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()
+
+
+def enlarge_states(model: Any) -> None:
+    """Make what goes into the states of a model's convolutions, and what comes of them, large enough to be seen."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("operator_norm.weight", "conv.weight")):
+            weight.data.mul_(1e5 if "norm" in name else 1e3)
 
 
 def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:
