@@ -25,6 +25,7 @@ from .observed import (
     left_out_of_a_prompt,
     let_in_again,
     lost_all,
+    lower_edge,
     misplaced,
     of_another,
     open_transfer,
@@ -187,6 +188,8 @@ def _by_its_holder(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("allocation", ("stale_prefix_hit", "shared_page_written"))
     if seen.held is Held.JOINED_GONE and filled_while_read(cluster, sign):
         return Likely("content", ("hit_before_written", "stale_prefix_hit"))
+    if seen.held is Held.GAVE_UP and cluster.window(sign) and not seen.retracted and lower_edge(cluster, sign):
+        return Likely("allocation", ("swa_window_off_by_one", "free_too_early"))
     if seen.held in _ALLOCATION and sign.kind != "attention_slots":
         if seen.retracted and seen.enough and seen.held in (Held.GAVE_UP, Held.FREED):
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))

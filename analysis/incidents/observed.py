@@ -209,6 +209,13 @@ def open_transfer(cluster: Cluster, sign: Sign) -> Fact | None:
     return begun if begun is not None and begun.event < sign.writer_event else None
 
 
+def lower_edge(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign's position is among the lowest of its sliding window: what a window's frontier frees first."""
+    window, prefix = cluster.window(sign), cluster.facts.prefixes.get((sign.event, sign.request_id), -1)
+    page = cluster.groups[cluster.group(sign)].page_size if window else 1
+    return window > 0 and (prefix < 0 or 0 <= sign.position - max(0, prefix - window) <= page)
+
+
 def at_the_edge(cluster: Cluster, sign: Sign) -> bool:
     """Whether what is missing begins with the lowest position of the window."""
     prefix = cluster.facts.prefixes.get((sign.event, sign.request_id))

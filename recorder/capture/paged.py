@@ -61,6 +61,7 @@ class ShownBlocks:
     def __init__(self, padding: Iterable[int] = ()) -> None:
         self._padding = frozenset(padding)
         self._tables: dict[Hashable, list[int]] = {}
+        self._grown: set[tuple[Hashable, int]] = set()  # requests that had others before, and blocks behind these
         self._users: dict[int, dict[Hashable, int]] = {}  # of a block, each user's place for it
         self._holders: dict[int, Any] = {}  # of a block that is not free: a request, _CACHED or _SHARED
         self._cached: set[int] = set()
@@ -75,9 +76,14 @@ class ShownBlocks:
         """Return who uses blocks."""
         return set(self._tables)
 
-    def compare(self, now: BlockUse) -> list[BlockChange]:
-        """Return what has changed hands since the last call, in the order in which it may be recorded."""
+    def compare(self, now: BlockUse, written: Collection[int] = ()) -> list[BlockChange]:
+        """Return what has changed hands since the last call, in the order in which it may be recorded.
+
+        `written` are blocks that the forward writes: one that a running request has behind its others, and that is the prefix
+        cache's, was lent to nobody who writes it.
+        """
         joined, left = self._compare_tables(now.tables)
+        self._grown = {(request, block) for request, block in self._grown if block in written}
         now_cached, now_free = set(now.cached), None if now.free is None else set(now.free)
         changed = joined.keys() | left.keys() | (now_cached ^ self._cached) | self._astray
         changed |= {block for block in self._cached & self._users.keys() if self._holders.get(block) is not _CACHED}
@@ -98,6 +104,7 @@ class ShownBlocks:
         """Take over the tables; return for blocks who has begun to use them, and who has stopped."""
         joined: dict[int, list[Hashable]] = {}
         left: dict[int, Hashable] = {}
+        self._grown.clear()
         for request in (*(gone for gone in self._tables if gone not in tables), *tables):
             before, now = self._tables.get(request, []), list(tables.get(request, ()))
             if now == before:
@@ -112,6 +119,8 @@ class ShownBlocks:
                 users = self._users.setdefault(block, {})
                 if request not in users:
                     joined.setdefault(block, []).append(request)
+                    if before and place >= len(before):
+                        self._grown.add((request, block))
                 users[request] = place
             self._tables[request] = now
             if not now:
@@ -142,6 +151,8 @@ class ShownBlocks:
             holder = None
         for request in joined:
             others = [place for other, place in users.items() if other != request]
+            if is_cached and (request, block) in self._grown:
+                continue  # its table names it, and nobody gave it
             if holder is not None and (holder is _CACHED or is_cached or users[request] in others):
                 yield 3, "alloc", ALLOC_SHARED, request
                 holder = holder if holder is _CACHED else _SHARED
@@ -267,7 +278,7 @@ class PagedRecorder(Recorder):
         numbers = [-1 if request is None else self._see(request) for request in requests]
         prefix, extend = own_int64(prefix_lens, "prefix_lens"), own_int64(extend_lens, "extend_lens")
         if self._ask is not None:
-            self._show(self._ask())
+            self._show(self._ask(), own_int64(slots, "slots"))
         if not self._forwards and prefix.any():
             self.start_over("the engine had run before")
         attention = None
@@ -320,15 +331,15 @@ class PagedRecorder(Recorder):
             use = ask()
         except Exception:  # noqa: BLE001  # the engine may be half gone by now
             return
-        self._show(use)
+        self._show(use, np.empty(0, np.int64))
 
-    def _show(self, use: BlockUse) -> None:
+    def _show(self, use: BlockUse, slots: Int64Array) -> None:
         if not self._forwards and not self._blocks.requests() and (held := list(use.cached)):
             self.start_over("the engine had run before, its prefix cache is not empty")
             self._blocks.begin(held)
             use = use._replace(cached=held)
         before = self._blocks.requests()
-        changes = self._blocks.compare(use)
+        changes = self._blocks.compare(use, set((slots[slots >= 0] // self._block_size).tolist()))
         now = self._blocks.requests()
         given = [change for change in changes if change.kind == "alloc" and change.status != ALLOC_CACHED]
         self._record_changes([change for change in changes if change not in given])

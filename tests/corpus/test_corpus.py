@@ -105,7 +105,12 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
             0.5,
             "written by nobody",
         ),
-        ("minisgl-aborted_between_two_chunks_and_computed_on", "row_reassigned_in_flight", 0.9, "for the same positions"),
+        (
+            "minisgl-aborted_between_two_chunks_and_computed_on",
+            "row_reassigned_in_flight",
+            0.9,
+            "for the same positions",
+        ),
         ("minisgl-graph_keeps_the_page_table_it_was_prepared_with", "attention_table_overwritten", 0.96, "writes 29"),
         ("minisgl-lock_of_the_hit_is_released_a_second_time", "eviction_of_locked_page", 0.9, "evicted slot 1"),
         ("transformers-whole_prompt_is_kept_for_reuse_with_its_first_chunk", "hit_before_written", 0.85, "nobody has"),
@@ -114,6 +119,18 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
             "kv_write_lost",
             0.66,
             "nobody had written the slot before",
+        ),
+        (
+            "vllm-window_is_counted_in_whole_blocks_from_the_end",
+            "swa_window_off_by_one",
+            0.92,
+            "inside its window of 47",
+        ),
+        (
+            "minisgl-tokens_beyond_what_was_allocated_go_where_the_rows_last_owner_was",
+            "commit_beyond_allocation",
+            0.9,
+            "which it was never given",
         ),
     ],
 )

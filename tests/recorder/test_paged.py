@@ -181,6 +181,17 @@ def test_what_the_cache_gives_up_under_a_reader_is_evicted(elsewhere: bool) -> N
     assert found == [(evict, "", None, [1]), *([(alloc, "", "b", [1, 3])] if elsewhere else [])]
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_cached_block_that_a_running_request_writes_was_not_lent_to_it(writes: bool) -> None:
+    """As where it is computed beyond what it was given, through what its row's last owner had there."""
+    shown = ShownBlocks()
+    changes(shown, {"a": [1], "b": [2]}, (), [3])
+    changes(shown, {"b": [2]}, (1,), [3])
+    found = [tuple(change) for change in shown.compare(BlockUse({"b": [2, 1]}, (1,), [3]), [1] if writes else [2])]
+    assert found == ([] if writes else [("alloc", "shared", "b", [1])])
+    assert changes(shown, {}, (1,), [2, 3]) == [("free", "", "b", [2])]
+
+
 def test_who_is_said_to_have_ended_was_not_preempted(tmp_path: Path) -> None:
     llm = Llm()
     recorder = attach(llm, tmp_path / "trace.arrow", strict=True)

@@ -3,7 +3,7 @@
 from ..cluster import Cluster, Diagnosis, rule
 from ..facts import Fact
 from ..likely import POSSIBLE, REMAINS
-from ..observed import hit_what_it_was_given, window_gone_round, wrote_to_padding
+from ..observed import hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
@@ -215,13 +215,6 @@ def scheduled_after_retraction(cluster: Cluster) -> Diagnosis | None:
     return None
 
 
-def lower_edge(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a sign's position is among the lowest of its sliding window: what a window's frontier frees first."""
-    window, prefix = cluster.window(sign), cluster.facts.prefixes.get((sign.event, sign.request_id), -1)
-    page = cluster.groups[cluster.group(sign)].page_size if window else 1
-    return window > 0 and (prefix < 0 or 0 <= sign.position - max(0, prefix - window) <= page)
-
-
 def two_owners(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
     """A slot that was written for one holder, then handed to a further one who wrote it too, and nobody gave it back."""
     if not sign.bits or cluster.complete:
@@ -274,9 +267,13 @@ def let_go_under(cluster: Cluster, sign: Sign) -> Fact | None:
 
 
 def own_free(cluster: Cluster, sign: Sign) -> Fact | None:
-    """Return the free by which a running request lost the slot that it uses, None if it was not its own doing."""
-    freed, _ = taken_away(cluster, sign, "free")
-    if freed is None or freed.request_id != sign.request_id:
+    """Return the free by which a running request lost the slot that it uses, None if it was not its own doing.
+
+    Of a slot that the prefix cache held besides it is that it let it go.
+    """
+    given_up = (taken_away(cluster, sign, what)[0] for what in ("free", "let_go"))
+    freed = next((fact for fact in given_up if fact is not None and fact.request_id == sign.request_id), None)
+    if freed is None:
         return None
     left = cluster.facts.status_after(sign.request_id, freed.event)
     return None if left is not None and left.event <= sign.event else freed

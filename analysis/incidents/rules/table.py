@@ -1,9 +1,18 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, slot_query
-from ..observed import at_the_edge, has_its_row, its_own_slot, lost_all, misplaced, taken_from_behind, twice_in_batch
+from ..observed import (
+    at_the_edge,
+    has_its_row,
+    its_own_slot,
+    lost_all,
+    lower_edge,
+    misplaced,
+    taken_from_behind,
+    twice_in_batch,
+)
 from ..sign import CONTENT
-from .allocation import lower_edge, named_twice, own_free
+from .allocation import named_twice, own_free
 
 
 @rule("stale table entry", branch="table")
