@@ -126,7 +126,7 @@ def seeds_of(told: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["vllm", "sglang"])
+    parser.add_argument("engine", choices=["vllm", "sglang", "transformers"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", default="0:40", type=seeds_of, help="such as 3,10:20; each is one run")
     parser.add_argument("--gpu", action="store_true", help="engines on a GPU, with its runners and graphs")
