@@ -88,7 +88,7 @@ def backup_takes_rows_of_another_index_space(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug("lightseekorg/tokenspeed#864", "llama-page2-abort", "free_too_early", origin="TokenSpeed (SGLang)")
+@bug("lightseekorg/tokenspeed#864", "llama-page2-abort", "free_too_early", origin="TokenSpeed")
 def abort_gives_pages_back_before_the_last_step(fired: Fired) -> None:
     """A request is sent away, and its pages are given back in that moment. It still has a step to come in which it is computed with the others: by then a prompt that waited for room has got the pages and has been stored there, and
     the request reads what is another's."""
