@@ -26,6 +26,8 @@ SETUPS = {
     "mini-evict": real.Setup(page=4, pages=22, chunk=64),
     "mini-cut": real.Setup(page=4, pages=30, chunk=40, graphs=(1, 3)),
     "mini-grow": real.Setup(page=8, pages=16, chunk=24, running=2, graphs=(2,)),
+    "mini-rotated": real.Setup(page=2, pages=90, chunk=20, running=3, graphs=(1, 2, 3)),
+    "mini-contiguous": real.Setup(page=4, pages=36, chunk=56, running=5, graphs=(2, 5)),
 }
 
 
@@ -137,6 +139,25 @@ def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
                 7: [("c", tokens(9), 22)],
                 32: [("d", long + tokens(3), 8)],
                 45: [("e", tokens(14), 6)],
+            },
+            {},
+        )
+    if setup == "mini-rotated":  # that begin alike, some of which are computed in two parts
+        return (
+            {
+                0: [("a", shared + tokens(7), 11), ("b", tokens(8), 15)],
+                5: [("c", shared + tokens(3), 9)],
+                13: [("d", tokens(33), 7), ("e", shared[:10] + tokens(6), 8)],
+            },
+            {},
+        )
+    if setup == "mini-contiguous":  # that go on behind what others have asked while many are answered
+        return (
+            {
+                0: [("a", tokens(13), 17), ("b", shared + tokens(6), 13), ("c", tokens(21), 9)],
+                4: [("d", tokens(10), 15)],
+                9: [("e", shared + tokens(13), 10)],
+                17: [("f", shared[:12] + tokens(18), 8), ("g", tokens(7), 9)],
             },
             {},
         )

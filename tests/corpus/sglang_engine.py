@@ -77,6 +77,10 @@ SETUPS = {
     "llama-host-page4-rest": ("llama", 4, 176, False, 3, False),
     "llama-page4-evicts": ("llama", 4, 124, False, 4, False),
     "llama-page8-answers": ("llama", 8, 360, False, 3, False),
+    "hybrid-page4-weights": ("mellum_hybrid", 4, 448, False, 3, False),
+    "llama-page2-together": ("llama", 2, 336, False, 5, False),
+    "llama-host-page2": ("llama", 2, 160, False, 3, False),
+    "llama-page2-abort": ("llama", 2, 150, False, 5, False),
 }
 
 
@@ -146,6 +150,23 @@ def abort_while_it_decodes() -> None:
                 turns.append(req.rid)
             if req.session is session and len(turns) == 2 and len(req.output_ids) == 4:
                 self.abort_request(AbortReq(rid=req.rid))
+
+    Scheduler.process_batch_result = then_abort
+
+
+def abort_while_others_wait() -> None:
+    """Abort a request that has answered five tokens and leaves others behind, twice, while more wait for room."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process, seen = Scheduler.process_batch_result, []
+
+    def then_abort(self, *args, **kwargs) -> None:
+        process(self, *args, **kwargs)
+        running = [req for req in self.running_batch.reqs if len(req.output_ids) >= 5 and not req.finished()]
+        if len(running) > 1 and self.waiting_queue and len(seen) < 2 and running[0].rid not in seen:
+            seen.append(running[0].rid)
+            self.abort_request(AbortReq(rid=running[0].rid))
 
     Scheduler.process_batch_result = then_abort
 
@@ -377,6 +398,8 @@ def generate(setup: str, folder: Path) -> None:
         ask_for_flushes()
     if setup in ("llama-abort", "llama-page4-abort"):
         abort_between_chunks()
+    if setup == "llama-page2-abort":
+        abort_while_others_wait()
     if "lossy" in setup:
         lose_files_now_and_then()
     if setup == "llama-session":
@@ -468,6 +491,15 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-page8-answers":  # some of which go on behind what has been answered before
         prompts = [tokens(count) for count in (19, 34, 11)]
         again = [prompts[0] + tokens(6), tokens(27), prompts[1] + tokens(13), prompts[2]]
+    if setup == "hybrid-page4-weights":  # that begin alike before and behind new weights
+        prompts = [shared + tokens(18), tokens(41), shared + tokens(5)]
+        again = [shared + tokens(24), tokens(29), prompts[1] + tokens(6)]
+    if setup == "llama-page2-together":  # of all lengths, five at a time and then fewer
+        prompts = [tokens(count) for count in (12, 35, 21, 8, 27)]
+        again = [prompts[1] + tokens(9), tokens(46), prompts[2][:14] + tokens(10)]
+    if setup == "llama-page2-abort":  # more than can be computed at a time
+        prompts = [tokens(count) for count in (26, 31, 19, 24, 38, 22)]
+        again = [tokens(count) for count in (33, 17, 28, 41)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
@@ -500,6 +532,14 @@ def generate(setup: str, folder: Path) -> None:
             engine.begin_weight_update()
             names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
             done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 0.8)) for name in names])
+            engine.end_weight_update()
+            assert done, said
+        if number and setup == "hybrid-page4-weights":
+            import torch
+
+            engine.begin_weight_update()
+            names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(4)]
+            done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 1.3)) for name in names])
             engine.end_weight_update()
             assert done, said
         if number and setup == "llama-weights":

@@ -167,6 +167,20 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(132, 9), 40, 8),
             ask("d", random_prompt(133, 37), 14, 19),
         ]
+    if setup == "hybrid-together":  # that are all longer than the window, some alone in a step and some not
+        return [
+            ask("a", random_prompt(140, 43), 30),
+            ask("b", random_prompt(141, 38), 22, 13),
+            ask("c", random_prompt(142, 15), 34, 17),
+            ask("d", random_prompt(143, 56), 12, 33),
+        ]
+    if setup == "hybrid-rings-page16":  # of many short chunks, that fill the window and go on
+        return [
+            ask("a", random_prompt(150, 75), 12),
+            ask("b", random_prompt(151, 22), 20, 2),
+            ask("c", random_prompt(152, 60), 16, 9),
+            ask("d", random_prompt(153, 48), 10, 21),
+        ]
     return []
 
 
@@ -271,6 +285,10 @@ def generate(setup: str, folder: Path) -> None:
         batching = {"num_blocks": 70, "max_batch_tokens": 52}
     if setup == "hybrid-sawtooth":
         batching = {"num_blocks": 44, "max_batch_tokens": 32}
+    if setup == "hybrid-together":
+        batching = {"num_blocks": 64, "max_batch_tokens": 64}
+    if setup == "hybrid-rings-page16":
+        batching = {"num_blocks": 36, "max_batch_tokens": 20}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)

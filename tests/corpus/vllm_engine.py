@@ -273,6 +273,36 @@ SETUPS = {
             "max_num_seqs": 3,
         },
     ),
+    "llama-lora-prompts": (
+        "llama",
+        {
+            "enable_lora": True,
+            "max_loras": 3,
+            "max_lora_rank": 8,
+            "max_num_batched_tokens": 84,
+            "num_gpu_blocks_override": 44,
+            "max_num_seqs": 4,
+        },
+    ),
+    "qwen-loads-split": (
+        "qwen",
+        {
+            "kv_transfer_config": LOADS,
+            "max_num_batched_tokens": 88,
+            "num_gpu_blocks_override": 28,
+            "max_num_seqs": 2,
+        },
+    ),
+    "llama-loads-leases": (
+        "llama",
+        {
+            "kv_transfer_config": LOADS,
+            "max_num_batched_tokens": 120,
+            "num_gpu_blocks_override": 26,
+            "max_num_seqs": 3,
+        },
+    ),
+    "qwen-admits": ("qwen", {"max_num_batched_tokens": 100, "num_gpu_blocks_override": 34, "max_num_seqs": 3}),
 }
 
 
@@ -477,6 +507,22 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "qwen-loads-disk":  # of one block and a bit, or of two
         batches = [[shared + tokens(11), tokens(133), tokens(37)]]
         batches += [[shared + tokens(20), tokens(30)], [batches[0][1] + tokens(8), shared[:66] + tokens(70)]]
+    if setup == "llama-lora-prompts":  # of two tenants and of none, some of which go on behind what they hit
+        batches = [
+            [tokens(41), shared + tokens(6), tokens(58)],
+            [shared + tokens(17), tokens(36), shared + tokens(28), tokens(9)],
+        ]
+    if setup == "qwen-loads-split":  # that come again, and go on behind one block or two
+        longer = [shared + tokens(15), tokens(45), tokens(99)]
+        batches = [longer, [longer[0] + tokens(7), longer[1][:36] + tokens(30)], [longer[2] + tokens(5), tokens(28)]]
+    if setup == "llama-loads-leases":  # so many that what was kept first comes again when others have been kept since
+        longer = [shared + tokens(8), tokens(72), tokens(100), tokens(68)]
+        batches = [longer[:2], longer[2:], [longer[0] + tokens(4), longer[3] + tokens(11)], [tokens(31), longer[1]]]
+    if setup == "qwen-admits":  # one after another, while others are answered
+        batches = [
+            [tokens(34), tokens(27), tokens(62), tokens(41), tokens(19)],
+            [shared[:45], tokens(38), shared[:32] + tokens(22), tokens(50)],
+        ]
     if setup.startswith("qwen-ngram"):
         prompts[1] = tokens(6) * 6
     lora: list = [None] * len(batches)
@@ -495,6 +541,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-lora-chunks":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2"), None
         lora = [[both[(i + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
+    if setup == "llama-lora-prompts":
+        both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2"), None
+        lora = [[both[(2 * i + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
     if setup == "llama-lora-loads":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
         lora = [both[0], both[1], both[0]]
