@@ -1,5 +1,6 @@
 """What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
 
+from ...recorder.trace.schema import SUBMITTED
 from .cluster import Cluster
 from .facts import Fact
 from .sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
@@ -352,3 +353,12 @@ def begins_from_another(cluster: Cluster) -> bool:
     begin = cluster.facts.begins.get(fed.request_id) if fed is not None else None
     here = fed is not None and hit is not None and hit.request_id == fed.request_id
     return here and begin is not None and begin.event == cluster.first.event
+
+
+def may_be_damaged(cluster: Cluster, sign: Sign) -> bool:
+    """Whether other bytes than a token's may be damage on their way into the pool, which the recording does not look at."""
+    header = cluster.facts.header
+    if header is None or not 0 <= sign.group < len(header.groups):
+        return False
+    stored = any(stream.origin != SUBMITTED for stream in header.groups[sign.group].streams)
+    return stored and any(entry.what == "submitted" for entry in header.not_watched)

@@ -44,7 +44,7 @@ class TokenBytes(HistoryCheck):
     leaves records, hashes and tables right, and shows nowhere else. Where V does so, K follows from token and position: what
     differs in K alone was rotated by something else than its position. Judged are requests that declare their adapter
     and no media, in a file whose repeats at other positions, behind other tokens, show that the engine computes so: at least
-    64, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew, unseen; nor, where
+    32, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew, unseen; nor, where
     requests do not declare their weights, a forward of which all tokens differ.
     """
 

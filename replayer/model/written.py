@@ -1,16 +1,17 @@
 """The tokens that forwards of a batch wrote to a stream, with their bytes and where they stand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.capture.host_arrays import ragged_index
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.schema import SUBMITTED
 
 # How much of a row's largest value rounding changes: equal tokens in other batches may differ by so much and be right. A float32's
 # product may be one of tf32.
@@ -45,7 +46,9 @@ class ForwardTokens:
     _owner: Int64Array  # [n] the request, of those in all forwards
     _requests: tuple[Int64Array, Int64Array]  # rows and ids of those
     _every: tuple[Int64Array, ...]  # owner, token, position of all, those left out too, and [n] which of them these are
+    _places_of: tuple[Int64Array, Int64Array]  # in which forward each of all is, and where in it
     _beside: Int64Array | None = None  # [n, 2] the token in front, and the furthest position
+    _stays: dict[int, BoolArray] = field(default_factory=dict)
 
     def begins(self, first_bytes: int, width: int) -> Int64Array:
         """Return at which of the batch's `kv_bytes` the `width` bytes of each token begin, in a stream that `first_bytes` bytes of a
@@ -53,6 +56,20 @@ class ForwardTokens:
         """
         starts = self.batch.offsets("kv_bytes")[self._of] + first_bytes * self._tokens
         return starts[self._forward] + self._within * width
+
+    def stays(self, block_table: int) -> BoolArray:
+        """Say of each token `[n]` whether no later one of its forward, padding's too, was sent to the same slot."""
+        if block_table not in self._stays:
+            forward, within = self._places_of
+            begins = self.batch.offsets("out_cache_loc")[self._of] + block_table * self._tokens
+            slots = self.batch.values("out_cache_loc")[begins[forward] + within]
+            order = np.lexsort((slots, forward))  # stable: the last of equal ones is the last that was written
+            last = np.ones(len(order), np.bool_)
+            last[:-1] = (np.diff(forward[order]) != 0) | (np.diff(slots[order]) != 0)
+            found = np.empty_like(last)
+            found[order] = last
+            self._stays[block_table] = found[self._every[3]]
+        return self._stays[block_table]
 
     def places(self, which: Int64Array, block_table: int) -> Int64Array:
         """Return where some of the tokens stand, `[k, 9]`."""
@@ -104,17 +121,19 @@ def forward_tokens(
     keys = (identity << TOKEN_BITS | token)[known]
     parts = forward[known], within[known], owner[known]
     every = owner, token, positions, known
-    return ForwardTokens(batch, keys, positions[known], of, tokens, *parts, (rows, ids), every)
+    return ForwardTokens(batch, keys, positions[known], of, tokens, *parts, (rows, ids), every, (forward, within))
 
 
 def written_tokens(
     given: ForwardTokens, header: TraceHeader, runner: int, stream: int, block_table: int
 ) -> WrittenTokens:
-    """Return the tokens that a runner's forwards wrote to one of its streams, of which there are bytes."""
+    """Return the tokens that a runner's forwards wrote to one of its streams, of which there are bytes that are theirs."""
     widths = [one.capture_bytes for _, one in header.streams(runner)]
     begins = given.begins(sum(widths[:stream]), widths[stream])
     data = rows_of_bytes(given.batch.values("kv_bytes"), begins, widths[stream])
-    filled = np.flatnonzero(data.any(axis=1))  # zeros stand for a slot without bytes
+    stored = header.streams(runner)[stream][1].origin != SUBMITTED  # else they are the token's, wherever it went
+    # Zeros stand for a slot without bytes.
+    filled = np.flatnonzero(data.any(axis=1) & (given.stays(block_table) if stored else True))
     return WrittenTokens(given.keys[filled], data[filled], given.places(filled, block_table))
 
 

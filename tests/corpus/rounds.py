@@ -233,4 +233,11 @@ ROUND_NOTES = (
             "behind the count."
         ),
     ),
+    (
+        "1e17e5e5",
+        (
+            "Chosen as those of the rounds before. None was wrong with 0.7 or more. One was found clean: too few of its tokens came again for what was asked then (64); "
+            "32 are enough since, which no healthy trace at hand speaks against."
+        ),
+    ),
 )

@@ -1,7 +1,8 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
-from ..observed import still_empty, stored_nowhere
+from ..likely import POSSIBLE
+from ..observed import may_be_damaged, still_empty, stored_nowhere
 from .allocation import written_again
 
 
@@ -51,7 +52,10 @@ def computed_with_other_weights(cluster: Cluster) -> Diagnosis | None:
     said = f"{sign.reader} was computed with another adapter or with other weights in {sign.when}: {sign.detail}"
     # What was damaged on its way into the pool, or went to a slot of somebody else's, differs too.
     others = any(one.kind != "token_bytes" for one in cluster.head)
-    return cluster.diagnosis(0.5 if others else 0.85, said, sign, *sign.evidence, cause=sign.event)
+    if damaged := may_be_damaged(cluster, sign):
+        said += "; what the layers hand to the pool was not watched, and may have been damaged on its way"
+    score = 0.5 if others else POSSIBLE if damaged else 0.85
+    return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
 
 
 @rule("K or V that the model does not give", branch="content")
@@ -68,6 +72,8 @@ def not_of_the_model(cluster: Cluster) -> Diagnosis | None:
     if sign is None or (sign.kind == "token_bytes" and sign.cause != "rotated"):
         return None
     others = any(one.kind not in ("model_bytes", "token_bytes") for one in cluster.head)
+    if sign.kind == "token_bytes" and may_be_damaged(cluster, sign):
+        certain = POSSIBLE
     return cluster.diagnosis(0.5 if others else certain, said.format(sign), sign, *sign.evidence, cause=sign.event)
 
 

@@ -13,7 +13,7 @@ from kvcanary.recorder.capture.forward_input import ForwardInput
 from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
-from kvcanary.recorder.trace.header import ModelInfo, PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.header import ModelInfo, NotWatched, PoolGroup, StateTable, TraceHeader
 from kvcanary.replayer.model import repeats
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from kvcanary.replayer.run.streams import SegmentStream
@@ -93,6 +93,34 @@ def test_tokens_of_other_weights_are_found_in_their_forward_and_nothing_else(rec
     if executor == "interval":  # which would need the values that nobody is to read in it
         with pytest.raises(NothingToShrinkError, match="only the values of KV bytes show the incident"):
             shrink([tmp_path / "t.arrow"], tmp_path / "small.arrow")
+
+
+def stored(recorded, **changes):
+    """What was recorded as bytes that the pool stores, instead of those that the model hands to it."""
+    header, events = said(recorded[0], **changes), recorded[1]
+    group = header.groups[0]
+    streams = tuple(replace(stream, origin="stored") for stream in group.streams)
+    return replace(header, groups=(replace(group, streams=streams), *header.groups[1:])), events
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_where_the_way_into_the_pool_is_not_watched_it_may_be_damage(recorded, tmp_path, unseen):
+    lacks = (NotWatched(what="submitted", name="target"),) if unseen else ()
+    _, _, rows = judged(stored(recorded, not_watched=lacks), tmp_path, of_other_weights)
+    assert {(row["kind"], round(row["score"], 2)) for row in rows} == {
+        ("computed_with_other_weights", 0.65 if unseen else 0.85)
+    }
+    assert ("may have been damaged on its way" in rows[0]["sentence"]) == unseen
+
+
+def test_a_slot_that_a_later_token_of_the_forward_took_says_nothing_of_the_first(recorded, tmp_path):
+    def twice(event):
+        if event.kind == "forward" and event.scalars["forward"] == FORWARD:
+            slots = event.ints["out_cache_loc"] = event.ints["out_cache_loc"].copy()
+            slots[0] = slots[-1]
+            values(event)[0] = values(event)[-1]
+
+    assert "token_bytes" not in judged(stored(recorded), tmp_path, twice, checks=("token_bytes",))[0]
 
 
 def rounded(event):

@@ -117,7 +117,6 @@ def state_left_out_of_the_restore(fired: Fired) -> None:
     "kv_write_damaged",
     "kv_write_lost",
     origin="tt-metal",
-    late="the first slots held zeros, which nothing is judged by",
 )
 def heads_border_inside_a_cores_run(fired: Fired) -> None:
     """The cores that fill the cache of a prompt step on from their first block, and one whose run crosses from a head into the next

@@ -122,7 +122,7 @@ def chunk_is_evicted_while_the_window_reaches_into_it(fired: Fired) -> None:
     "sgl-project/sglang#8103",
     "llama-lora-swapped-no-tree",
     "computed_with_other_weights",
-    late="not found: fewer than 64 tokens come again, from which too little is learnt of what they hold",
+    late="not found: fewer than 32 tokens come again, from which too little is learnt of what they hold",
 )
 def adapter_keeps_what_the_evicted_one_had_and_it_has_not(fired: Fired) -> None:
     """An adapter comes into the buffer of one that is evicted. What it has weights for is overwritten; for modules that it does not touch the buffer is not cleared, and the evicted adapter's

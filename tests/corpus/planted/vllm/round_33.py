@@ -5,7 +5,12 @@ from typing import Any
 from bugs import Fired, bug, replaces
 
 
-@bug("vllm-project/vllm#48974", "llama-lora-prompts", "computed_with_other_weights")
+@bug(
+    "vllm-project/vllm#48974",
+    "llama-lora-prompts",
+    "computed_with_other_weights",
+    late="it shows when a token comes again that was computed otherwise",
+)
 def prompts_go_through_the_layer_without_its_adapter(fired: Fired) -> None:
     """The way that prompts take has kept the projection from before adapters were put around it, and calls that. Answers are computed with the adapter, token by token; all of the prompt that stands before them has the keys and values of
     the base model."""
