@@ -1,0 +1,773 @@
+"""What vLLM is set up with for the corpus, each setup with what is asked of it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Batches = list[list[list[int]]]  # of prompts, one behind another
+FEW = {"num_gpu_blocks_override": 9}
+EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    }
+}
+LOADS = {
+    "kv_connector": "HostConnector",
+    "kv_connector_module_path": "host_connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"when": "sync"},
+}
+
+
+class Asked:
+    """Seeded random prompts, half of which begin alike, and `again` some that go on behind them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.shared = self.tokens(70)
+        self.prompts = [
+            self.shared + self.tokens(rng.randrange(3, 30)) if i % 2 == 0 else self.tokens(rng.randrange(5, 60))
+            for i in range(5)
+        ]
+        self.again = [
+            self.prompts[0] + self.tokens(4),
+            self.shared[:66],
+            self.tokens(96),
+            self.prompts[2],
+            self.shared[:64],
+        ]
+
+    def tokens(self, count: int) -> list[int]:
+        """Return that many new ones."""
+        return [self._rng.randrange(3, 600) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to run the engine: a model of the conformance runs, arguments beside the usual ones, what is asked, and how many
+    `more` tokens than usual are answered.
+    """
+
+    model: str
+    arguments: dict[str, Any]
+    batches: Callable[[Asked], Batches]
+    more: int
+
+
+SETUPS: dict[str, Setup] = {}
+
+
+def setup(
+    name: str, model: str, arguments: dict[str, Any], more: int = 0
+) -> Callable[[Callable[[Asked], Batches]], Callable[[Asked], Batches]]:
+    """Make a setup of a function that says what is asked."""
+
+    def make(batches: Callable[[Asked], Batches]) -> Callable[[Asked], Batches]:
+        SETUPS[name] = Setup(model, arguments, batches, more)
+        return batches
+
+    return make
+
+
+def usual(ask: Asked) -> Batches:
+    """Prompts that begin alike, and some that go on behind them."""
+    return [ask.prompts, ask.again]
+
+
+for _name, _model, _arguments in (
+    ("llama", "llama", {}),
+    ("llama-churn", "llama", {"max_num_seqs": 3}),
+    ("llama-preempt", "llama", FEW),
+    ("llama-async", "llama", {"async_scheduling": True}),
+    ("llama-async-preempt", "llama", {"async_scheduling": True, **FEW}),
+    ("sliding", "sliding", {}),
+    ("sliding-churn", "sliding", {"max_num_seqs": 3}),
+    ("hybrid", "hybrid", {}),
+    ("hybrid-preempt", "hybrid", {"num_gpu_blocks_override": 22}),
+    ("llama-eagle", "llama", {**EAGLE, "max_num_batched_tokens": 64}),
+    ("llama-loads", "llama", {"kv_transfer_config": LOADS}),
+    ("llama-loads-salts", "llama", {"kv_transfer_config": LOADS}),
+    ("llama-loads-wide", "llama", {"kv_transfer_config": LOADS, "max_num_batched_tokens": 128}),
+    ("hybrid-loads", "hybrid", {"kv_transfer_config": LOADS}),
+    (
+        "llama-loads-late",
+        "llama",
+        {
+            "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+            "num_gpu_blocks_override": 16,
+            "max_num_seqs": 3,
+        },
+    ),
+    ("llama-weights-running", "llama", {}),
+    ("llama-streaming", "llama", {}),
+    ("llama-page64", "llama", {"block_size": 64}),
+    ("llama-salts", "llama", {}),
+    ("llama-embeds", "llama", {"enable_prompt_embeds": True}),
+    ("recurrent", "lfm2", {}),
+    ("delta", "qwen3_next", {"dtype": "bfloat16"}),
+    ("delta-preempt", "qwen3_next", {"dtype": "bfloat16", "num_gpu_blocks_override": 18}),
+    ("llama-lora", "llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    ("llama-lora-mixed", "llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    ("llama-lora-salts", "llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    ("llama-lora-reload", "llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    ("llama-loads-weights", "llama", {"kv_transfer_config": LOADS}),
+    ("mla", "mla", {"block_size": 16, "num_gpu_blocks_override": 128, "max_num_seqs": 4}),
+    (
+        "llama-lora-added",
+        "llama",
+        {
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_cpu_loras": 4,
+            "max_lora_rank": 8,
+            "max_num_batched_tokens": 96,
+        },
+    ),
+    ("llama-sleeps", "llama", {"max_num_batched_tokens": 80, "block_size": 64}),
+    ("llama-eagle-churn", "llama", {**EAGLE, "max_num_batched_tokens": 96, "max_num_seqs": 3}),
+):
+    setup(_name, _model, _arguments)(usual)
+
+
+@setup("llama-few", "llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3})
+@setup("llama-loads-few", "llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3})
+def few(ask: Asked) -> Batches:
+    """Prompts that come again: what was cached is evicted while the last ones wait."""
+    prompts, tokens = ask.prompts, ask.tokens
+    return [prompts, ask.again, [tokens(100), tokens(98), tokens(101), prompts[0], prompts[2], tokens(40)]]
+
+
+@setup("qwen-ngram", "qwen", {**NGRAM, "block_size": 64})
+@setup("qwen-ngram-page32", "qwen", NGRAM)
+@setup(
+    "qwen-ngram-five",
+    "qwen",
+    {
+        "speculative_config": {**NGRAM["speculative_config"], "num_speculative_tokens": 5},
+        "num_gpu_blocks_override": 16,
+        "max_num_seqs": 3,
+    },
+    more=30,
+)
+def guessed(ask: Asked) -> Batches:
+    """Prompts of which one repeats itself, so that drafts have something to guess."""
+    ask.prompts[1] = ask.tokens(6) * 6
+    return [ask.prompts, ask.again]
+
+
+@setup("llama-parts", "llama", {"max_num_seqs": 3})
+def _llama_parts(ask: Asked) -> Batches:
+    """Prompts: blocks that come again behind others, or at another place."""
+    ask.prompts[3] = ask.tokens(80)
+    ask.prompts[0] = ask.shared + ask.tokens(40)
+    return [
+        ask.prompts,
+        [ask.shared[:32] + ask.prompts[3][32:64] + ask.tokens(20), ask.shared[32:64] + ask.tokens(40)],
+        ask.again,
+    ]
+
+
+@setup("llama-loads-parts", "llama", {"kv_transfer_config": LOADS})
+def _llama_loads_parts(ask: Asked) -> Batches:
+    """Prompts that go apart inside a block."""
+    return [ask.prompts, [ask.shared[:68] + ask.tokens(50), ask.shared[:68] + ask.tokens(44)], ask.again]
+
+
+@setup("llama-loads-back", "llama", {"kv_transfer_config": LOADS, "num_gpu_blocks_override": 14, "max_num_seqs": 3})
+def _llama_loads_back(ask: Asked) -> Batches:
+    """Prompts that come again when all blocks have been written by others."""
+    return [ask.prompts, [ask.tokens(100), ask.tokens(98), ask.tokens(101)], ask.again]
+
+
+@setup("llama-loads-middle", "llama", {"kv_transfer_config": LOADS})
+def _llama_loads_middle(ask: Asked) -> Batches:
+    """Prompts that go on behind a block that is there already."""
+    return [ask.prompts, [ask.shared[:40], ask.prompts[0] + ask.tokens(4), ask.prompts[2] + ask.tokens(3)], ask.again]
+
+
+@setup("delta-units", "qwen3_next", {"dtype": "bfloat16", "prefix_match_unit": 16})
+def _delta_units(ask: Asked) -> Batches:
+    """Prompts that go on inside a block, behind a prompt that ends there."""
+    ask.prompts[1] = ask.tokens(56)
+    return [
+        ask.prompts,
+        [ask.prompts[1][:49] + ask.tokens(12), ask.prompts[1] + ask.tokens(20), ask.prompts[1][:50] + ask.tokens(5)],
+        ask.again,
+    ]
+
+
+@setup("llama-loads-two", "llama", {"kv_transfer_config": LOADS})
+def _llama_loads_two(ask: Asked) -> Batches:
+    """Prompts that have nothing in common and come again together."""
+    ask.prompts[1], ask.prompts[3] = ask.tokens(70), ask.tokens(75)
+    return [ask.prompts, [ask.prompts[1] + ask.tokens(3), ask.prompts[3] + ask.tokens(5), *ask.again]]
+
+
+@setup(
+    "llama-loads-fails",
+    "llama",
+    {"kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "sync", "fail_every": 1}}},
+)
+def _llama_loads_fails(ask: Asked) -> Batches:
+    """Prompts: one that loads, and one that joins it in the same step."""
+    return [ask.prompts, [ask.shared + ask.tokens(3), ask.shared[:68] + ask.tokens(5)], ask.again]
+
+
+@setup("llama-loads-alone", "llama", {"kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}}})
+def _llama_loads_alone(ask: Asked) -> Batches:
+    """Prompts: one that waits for its load while nothing else runs."""
+    ask.prompts[1] = ask.tokens(70)
+    return [ask.prompts, [ask.prompts[1] + ask.tokens(3)], ask.again]
+
+
+@setup("llama-twins", "llama", {"num_gpu_blocks_override": 12, "max_num_seqs": 3})
+def _llama_twins(ask: Asked) -> Batches:
+    """Prompts: one that computes anew a block that is there already, and others that want all blocks."""
+    return [ask.prompts, [ask.shared[:64], ask.tokens(100), ask.tokens(98)], ask.again]
+
+
+@setup("llama-eagle-parts", "llama", {**EAGLE, "max_num_batched_tokens": 64})
+def _llama_eagle_parts(ask: Asked) -> Batches:
+    """Prompts that go apart right behind a block."""
+    return [ask.prompts, [ask.shared[:64] + ask.tokens(20), ask.shared[:32] + ask.tokens(12)], ask.again]
+
+
+@setup("hybrid-halves", "hybrid", {})
+def _hybrid_halves(ask: Asked) -> Batches:
+    """Prompts that go apart in the middle of a block."""
+    return [ask.prompts, [ask.prompts[0][:48] + ask.tokens(30), ask.shared[:20] + ask.tokens(40)], ask.again]
+
+
+@setup("recurrent-short", "lfm2", {})
+def _recurrent_short(ask: Asked) -> Batches:
+    """Prompts that have a token more than what they hit."""
+    return [ask.prompts, [ask.shared[:65], ask.shared[:33]], ask.again]
+
+
+@setup("recurrent-little", "lfm2", {})
+def _recurrent_little(ask: Asked) -> Batches:
+    """Prompts: the first of which fits in a block with its answer."""
+    return [[ask.tokens(9), *ask.prompts], ask.again]
+
+
+@setup("recurrent-together", "lfm2", {})
+def _recurrent_together(ask: Asked) -> Batches:
+    """Prompts: the second begins with what the first has just begun to compute."""
+    ask.prompts[1] = ask.shared[:64] + ask.tokens(6)
+    return [ask.prompts, ask.again]
+
+
+@setup("llama-aborts", "llama", {"num_gpu_blocks_override": 11, "max_num_seqs": 3})
+def _llama_aborts(ask: Asked) -> Batches:
+    """Prompts: two that begin alike, one of which is aborted, and others that want all blocks."""
+    return [
+        [ask.shared + ask.tokens(6), ask.shared + ask.tokens(12), *(ask.tokens(80 + i) for i in range(5))],
+        ask.again,
+    ]
+
+
+@setup("recurrent-ones", "lfm2", {})
+def _recurrent_ones(ask: Asked) -> Batches:
+    """Prompts of a single token, when others have used the slots."""
+    return [ask.prompts, [ask.tokens(1), *ask.prompts[1:3], ask.tokens(1)], [ask.tokens(1)], ask.again]
+
+
+@setup(
+    "llama-lora-loads",
+    "llama",
+    {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "kv_transfer_config": LOADS, "max_num_seqs": 4},
+)
+def _llama_lora_loads(ask: Asked) -> Batches:
+    """Prompts: for one tenant, for another, and for the first once more."""
+    return [ask.prompts, ask.again, [ask.prompts[0] + ask.tokens(7), ask.shared[:68], ask.prompts[2] + ask.tokens(2)]]
+
+
+@setup("mrope-chunks", "mrope", {"max_num_batched_tokens": 24, "block_size": 64, "max_num_seqs": 4})
+def _mrope_chunks(ask: Asked) -> Batches:
+    """Prompts that take many steps."""
+    return [
+        [ask.prompts[0], ask.tokens(90), ask.shared + ask.tokens(3)],
+        ask.again,
+        [ask.tokens(75), ask.shared[:50] + ask.tokens(40)],
+    ]
+
+
+@setup(
+    "llama-loads-aborts",
+    "llama",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "num_gpu_blocks_override": 12,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 160,
+    },
+)
+def _llama_loads_aborts(ask: Asked) -> Batches:
+    """Prompts: one that waits for its load, and one that waits for its blocks."""
+    return [ask.prompts, [ask.prompts[0] + ask.tokens(3), ask.tokens(100), ask.tokens(60), ask.tokens(140)], ask.again]
+
+
+@setup("delta-long", "qwen3_next", {"dtype": "bfloat16", "max_num_batched_tokens": 80, "max_num_seqs": 4})
+def _delta_long(ask: Asked) -> Batches:
+    """Prompts that fill several blocks, one behind another."""
+    return [
+        [ask.shared + ask.tokens(90), ask.tokens(150), ask.tokens(20)],
+        [ask.shared + ask.tokens(60), ask.tokens(110), ask.shared[:66]],
+    ]
+
+
+@setup(
+    "llama-chunks-back",
+    "llama",
+    {
+        "num_gpu_blocks_override": 10,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 4,
+    },
+    more=30,
+)
+def _llama_chunks_back(ask: Asked) -> Batches:
+    """Prompts that all grow together until there is no room."""
+    return [
+        [ask.shared, ask.tokens(50), ask.tokens(61), ask.tokens(44)],
+        [ask.shared[:60] + ask.tokens(9), ask.tokens(70), ask.tokens(35)],
+    ]
+
+
+@setup(
+    "llama-eagle-brim",
+    "llama",
+    {
+        "speculative_config": {**EAGLE["speculative_config"], "num_speculative_tokens": 5},
+        "max_num_batched_tokens": 160,
+        "block_size": 64,
+        "max_num_seqs": 4,
+    },
+)
+def _llama_eagle_brim(ask: Asked) -> Batches:
+    """Prompts that run until there is no place left in the longest context."""
+    return [
+        [ask.tokens(231), ask.tokens(90)],
+        [ask.shared + ask.tokens(162), ask.shared + ask.tokens(170)],
+        ask.again[1:4],
+    ]
+
+
+@setup(
+    "hybrid-crowd",
+    "hybrid",
+    {"max_num_batched_tokens": 200, "num_gpu_blocks_override": 48, "max_num_seqs": 5, "block_size": 16},
+)
+def _hybrid_crowd(ask: Asked) -> Batches:
+    """Prompts: several of which are computed in one step."""
+    return [
+        [ask.tokens(70), ask.shared + ask.tokens(9), ask.tokens(24), ask.tokens(38)],
+        [ask.shared + ask.tokens(30), ask.tokens(85)],
+        ask.again,
+    ]
+
+
+@setup(
+    "sliding-tight",
+    "sliding",
+    {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 12, "max_num_seqs": 3, "block_size": 16},
+    more=30,
+)
+def _sliding_tight(ask: Asked) -> Batches:
+    """Prompts of many chunks, while there are no blocks to spare."""
+    return [
+        [ask.tokens(170), ask.tokens(130), ask.tokens(150)],
+        [ask.tokens(190), ask.shared + ask.tokens(90), ask.tokens(120)],
+    ]
+
+
+@setup(
+    "llama-loads-turns",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "num_gpu_blocks_override": 9,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 2,
+    },
+)
+def _llama_loads_turns(ask: Asked) -> Batches:
+    """Prompts: two that grow alike, and then go on where their answers end."""
+    return [[ask.tokens(100), ask.tokens(100)], [ask.tokens(11), ask.tokens(6)], [ask.tokens(40)]]
+
+
+@setup(
+    "llama-loads-rest",
+    "llama",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "num_gpu_blocks_override": 24,
+        "max_num_batched_tokens": 72,
+        "max_num_seqs": 1,
+    },
+)
+def _llama_loads_rest(ask: Asked) -> Batches:
+    """Prompts whose beginning is there when the rest of them comes."""
+    longer = [ask.shared + ask.tokens(60), ask.tokens(45), ask.shared + ask.tokens(75)]
+    return [longer, [ask.shared[:52], ask.tokens(30), longer[2] + ask.tokens(6), longer[0] + ask.tokens(9)]]
+
+
+# A place for an adapter stays free: on the CPU requests without one get the last (docs/results/found.md).
+@setup(
+    "llama-lora-tight",
+    "llama",
+    {
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 8,
+        "num_gpu_blocks_override": 12,
+        "max_num_batched_tokens": 56,
+        "max_num_seqs": 4,
+    },
+)
+def _llama_lora_tight(ask: Asked) -> Batches:
+    """Prompts of two tenants and of none, that all begin alike."""
+    return [[ask.shared + ask.tokens(i + 3) for i in range(5)], [ask.shared[:50] + ask.tokens(9), *ask.again]]
+
+
+@setup(
+    "llama-loads-restart",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "num_gpu_blocks_override": 9,
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 3,
+    },
+    more=30,
+)
+def _llama_loads_restart(ask: Asked) -> Batches:
+    """Prompts: the third is long, and the others grow while it is computed."""
+    longer = ask.shared + ask.tokens(33)
+    return [[ask.tokens(52), ask.tokens(59), longer], [longer + ask.tokens(9), ask.tokens(40)], [ask.shared[:30]]]
+
+
+@setup(
+    "llama-loads-refused",
+    "llama",
+    {
+        "kv_transfer_config": {
+            **LOADS,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"when": "sync", "fail_every": 2},
+        },
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 1,
+    },
+)
+def _llama_loads_refused(ask: Asked) -> Batches:
+    """Prompts: one after the other, that begin alike when the first ones have gone."""
+    ask.prompts[1] = ask.tokens(75)
+    return [
+        ask.prompts,
+        [ask.prompts[1] + ask.tokens(4), ask.shared + ask.tokens(3), ask.shared[:68] + ask.tokens(5), ask.tokens(20)],
+    ]
+
+
+@setup("hybrid-page16", "hybrid", {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 4})
+def _hybrid_page16(ask: Asked) -> Batches:
+    """Prompts: some of which are longer than a window, and some come to be."""
+    return [
+        [ask.tokens(20), ask.shared + ask.tokens(12), ask.tokens(39)],
+        [ask.shared + ask.tokens(2), ask.tokens(58), ask.shared[:30]],
+    ]
+
+
+@setup(
+    "recurrent-back", "lfm2", {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 64, "max_num_seqs": 4}, more=30
+)
+def _recurrent_back(ask: Asked) -> Batches:
+    """Prompts that grow until there is no room for all."""
+    return [
+        [ask.tokens(50), ask.tokens(61), ask.tokens(44), ask.tokens(57)],
+        [ask.shared + ask.tokens(9), ask.tokens(70), ask.tokens(52)],
+    ]
+
+
+@setup("qwen-chunks", "qwen", {"max_num_batched_tokens": 40, "max_num_seqs": 3})
+def _qwen_chunks(ask: Asked) -> Batches:
+    """Prompts of several chunks each."""
+    return [
+        [ask.tokens(95), ask.tokens(33), ask.tokens(110)],
+        [ask.shared + ask.tokens(50), ask.shared[:64] + ask.tokens(41), ask.tokens(12)],
+    ]
+
+
+@setup("qwen-suffixes", "qwen", {"max_num_batched_tokens": 96, "max_num_seqs": 5})
+def _qwen_suffixes(ask: Asked) -> Batches:
+    """Prompts of which some go on for long behind what they hit."""
+    return [
+        [ask.shared, ask.tokens(45), ask.shared[:20]],
+        [ask.shared + ask.tokens(40), ask.shared[:66], ask.shared[:35] + ask.tokens(60)],
+        ask.again,
+    ]
+
+
+@setup("qwen-resumes", "qwen", {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 56, "max_num_seqs": 4}, more=32)
+def _qwen_resumes(ask: Asked) -> Batches:
+    """Prompts that all grow until some are put back, and come to other rows."""
+    return [
+        [ask.tokens(33), ask.tokens(47), ask.tokens(26), ask.tokens(39)],
+        [ask.shared[:48], ask.tokens(29), ask.shared[:37] + ask.tokens(8)],
+    ]
+
+
+@setup("hybrid-weights", "hybrid", {"max_num_batched_tokens": 112, "max_num_seqs": 4, "num_gpu_blocks_override": 80})
+def _hybrid_weights(ask: Asked) -> Batches:
+    """Prompts: turns of talks that go on under new weights."""
+    longer = [ask.shared + ask.tokens(21), ask.tokens(83), ask.shared[:40] + ask.tokens(33)]
+    return [
+        longer,
+        [longer[0] + ask.tokens(6), ask.tokens(30), longer[1] + ask.tokens(9)],
+        [longer[2] + ask.tokens(14), ask.shared],
+    ]
+
+
+@setup(
+    "delta-reused",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 72, "num_gpu_blocks_override": 11, "max_num_seqs": 2},
+    more=32,
+)
+def _delta_reused(ask: Asked) -> Batches:
+    """Prompts: two at a time, each of which gets what the ones before have left."""
+    return [
+        [ask.tokens(88), ask.tokens(41), ask.tokens(6), ask.tokens(52), ask.tokens(9)],
+        [ask.tokens(12), ask.tokens(4), ask.shared + ask.tokens(3), ask.tokens(7), ask.tokens(5)],
+        [ask.tokens(3), ask.tokens(5), ask.tokens(2), ask.tokens(8)],
+    ]
+
+
+@setup(
+    "delta-churn",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 88, "num_gpu_blocks_override": 27, "max_num_seqs": 4},
+    more=32,
+)
+def _delta_churn(ask: Asked) -> Batches:
+    """Prompts that come and go while others are computed."""
+    return [
+        [ask.tokens(61), ask.tokens(90), ask.tokens(37), ask.tokens(72)],
+        [ask.shared + ask.tokens(5), ask.tokens(49), ask.shared + ask.tokens(20)],
+    ]
+
+
+@setup(
+    "qwen-loads-ends",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 96,
+        "num_gpu_blocks_override": 40,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_ends(ask: Asked) -> Batches:
+    """Prompts that are gone on with behind answers, some of which end where a block does."""
+    return [
+        [ask.tokens(37), ask.tokens(50), ask.shared[:45]],
+        [ask.tokens(5), ask.tokens(9), ask.tokens(7)],
+        [ask.tokens(20), ask.tokens(41)],
+    ]
+
+
+@setup(
+    "llama-loads-shifts",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 104,
+        "num_gpu_blocks_override": 34,
+        "max_num_seqs": 4,
+    },
+)
+def _llama_loads_shifts(ask: Asked) -> Batches:
+    """Prompts that go on at different lengths behind what has been asked before."""
+    longer = [ask.shared + ask.tokens(18), ask.tokens(51), ask.shared[:58]]
+    return [
+        longer,
+        [longer[0] + ask.tokens(40), longer[1] + ask.tokens(7), ask.tokens(22), ask.shared + ask.tokens(35)],
+        ask.again[2:],
+    ]
+
+
+@setup(
+    "sliding-block64",
+    "sliding",
+    {"block_size": 64, "max_num_batched_tokens": 76, "num_gpu_blocks_override": 20, "max_num_seqs": 3},
+)
+def _sliding_block64(ask: Asked) -> Batches:
+    """Prompts of less than a window and of several."""
+    return [
+        [ask.tokens(17), ask.tokens(120), ask.tokens(44)],
+        [ask.shared + ask.tokens(50), ask.tokens(26), ask.shared[:61]],
+    ]
+
+
+@setup(
+    "qwen-strides",
+    "qwen",
+    {"block_size": 96, "max_num_batched_tokens": 60, "num_gpu_blocks_override": 22, "max_num_seqs": 4},
+)
+def _qwen_strides(ask: Asked) -> Batches:
+    """Prompts that are computed in rows of two to four."""
+    return [
+        [ask.tokens(24), ask.tokens(51), ask.tokens(33), ask.tokens(12)],
+        [ask.shared[:49], ask.tokens(38), ask.shared[:35] + ask.tokens(20)],
+    ]
+
+
+@setup(
+    "llama-lora-chunks",
+    "llama",
+    {
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 8,
+        "max_num_batched_tokens": 44,
+        "num_gpu_blocks_override": 50,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_lora_chunks(ask: Asked) -> Batches:
+    """Prompts of one to four chunks, for two tenants and for none."""
+    return [
+        [ask.tokens(30), ask.shared + ask.tokens(31), ask.tokens(73)],
+        [ask.shared + ask.tokens(8), ask.tokens(25), ask.tokens(90), ask.tokens(52)],
+    ]
+
+
+@setup(
+    "hybrid-floors",
+    "hybrid",
+    {"block_size": 16, "max_num_batched_tokens": 52, "num_gpu_blocks_override": 22, "max_num_seqs": 3},
+    more=32,
+)
+def _hybrid_floors(ask: Asked) -> Batches:
+    """Prompts of one window to three, while others want the blocks that they leave."""
+    return [
+        [ask.tokens(90), ask.tokens(35), ask.tokens(50), ask.tokens(28), ask.tokens(61)],
+        [ask.shared + ask.tokens(26), ask.tokens(58), ask.shared[:50]],
+    ]
+
+
+@setup("qwen-synced", "qwen", {"max_num_batched_tokens": 68, "num_gpu_blocks_override": 30, "max_num_seqs": 4})
+def _qwen_synced(ask: Asked) -> Batches:
+    """Prompts that begin alike before and behind new weights."""
+    return [
+        [ask.shared + ask.tokens(17), ask.tokens(40), ask.shared[:50]],
+        [ask.shared + ask.tokens(25), ask.tokens(66), ask.tokens(21)],
+        [ask.shared[:66] + ask.tokens(12), ask.tokens(19)],
+    ]
+
+
+@setup("recurrent-tails", "lfm2", {"max_num_batched_tokens": 56, "num_gpu_blocks_override": 36, "max_num_seqs": 3})
+def _recurrent_tails(ask: Asked) -> Batches:
+    """Prompts that end a few tokens behind a block, and are gone on with from that block's end."""
+    return [
+        [ask.shared + ask.tokens(9), ask.tokens(47)],
+        [ask.shared[:64] + ask.tokens(20), ask.tokens(25)],
+        [ask.tokens(36), ask.shared[:64] + ask.tokens(33)],
+    ]
+
+
+@setup(
+    "qwen-loads-disk",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "block_size": 64,
+        "max_num_batched_tokens": 116,
+        "num_gpu_blocks_override": 24,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_disk(ask: Asked) -> Batches:
+    """Prompts of one block and a bit, or of two."""
+    batches = [[ask.shared + ask.tokens(11), ask.tokens(133), ask.tokens(37)]]
+    batches += [
+        [ask.shared + ask.tokens(20), ask.tokens(30)],
+        [batches[0][1] + ask.tokens(8), ask.shared[:66] + ask.tokens(70)],
+    ]
+    return batches
+
+
+@setup(
+    "llama-lora-prompts",
+    "llama",
+    {
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 8,
+        "max_num_batched_tokens": 84,
+        "num_gpu_blocks_override": 44,
+        "max_num_seqs": 4,
+    },
+)
+def _llama_lora_prompts(ask: Asked) -> Batches:
+    """Prompts of two tenants and of none, some of which go on behind what they hit."""
+    return [
+        [ask.tokens(41), ask.shared + ask.tokens(6), ask.tokens(58)],
+        [ask.shared + ask.tokens(17), ask.tokens(36), ask.shared + ask.tokens(28), ask.tokens(9)],
+    ]
+
+
+@setup(
+    "qwen-loads-split",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 88,
+        "num_gpu_blocks_override": 28,
+        "max_num_seqs": 2,
+    },
+)
+def _qwen_loads_split(ask: Asked) -> Batches:
+    """Prompts that come again, and go on behind one block or two."""
+    longer = [ask.shared + ask.tokens(15), ask.tokens(45), ask.tokens(99)]
+    return [
+        longer,
+        [longer[0] + ask.tokens(7), longer[1][:36] + ask.tokens(30)],
+        [longer[2] + ask.tokens(5), ask.tokens(28)],
+    ]
+
+
+@setup(
+    "llama-loads-leases",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 120,
+        "num_gpu_blocks_override": 26,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_loads_leases(ask: Asked) -> Batches:
+    """Prompts so many that what was kept first comes again when others have been kept since."""
+    longer = [ask.shared + ask.tokens(8), ask.tokens(72), ask.tokens(100), ask.tokens(68)]
+    return [
+        longer[:2],
+        longer[2:],
+        [longer[0] + ask.tokens(4), longer[3] + ask.tokens(11)],
+        [ask.tokens(31), longer[1]],
+    ]
+
+
+@setup("qwen-admits", "qwen", {"max_num_batched_tokens": 100, "num_gpu_blocks_override": 34, "max_num_seqs": 3})
+def _qwen_admits(ask: Asked) -> Batches:
+    """Prompts: one after another, while others are answered."""
+    return [
+        [ask.tokens(34), ask.tokens(27), ask.tokens(62), ask.tokens(41), ask.tokens(19)],
+        [ask.shared[:45], ask.tokens(38), ask.shared[:32] + ask.tokens(22), ask.tokens(50)],
+    ]
