@@ -120,6 +120,10 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
     if first is None:
         return None
     gone = [fact for fact in cluster.history(first) if fact.what in ("free", "evict")]
+    if first.kind == "read_after_free" and cluster.complete and _nobody_else_had(cluster, first):
+        said = f"{first.place} was given back in event {gone[-1].event}, nobody says by whom, while {first.reader} alone had it, which "
+        said += f"read it in {first.when}"
+        return cluster.diagnosis(0.9, said, first, gone[-1].event, first.event, cause=gone[-1].event)
     if first.kind == "read_after_free" and not cluster.complete and gone and gone[-1].what == "free":
         # Whoever had it before may have given it back once more.
         score = 0.92 if len(gone) == 1 else POSSIBLE
@@ -128,6 +132,17 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(score, said, first, gone[-1].event, first.event, cause=gone[-1].event)
     said = f"{first.reader} read {first.place} in {first.when}, which it no longer holds: it {first.detail}"
     return cluster.diagnosis(0.5 if not cluster.has_trace else 0.35, said, first)
+
+
+def _nobody_else_had(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign's slot was given to its request, and then given back once by nobody known, with nobody else in between."""
+    given = cluster.last(sign, "alloc")
+    if given is None or given.request_id != sign.request_id:
+        return False
+    since = [
+        fact for fact in cluster.history(sign) if given.event < fact.event <= sign.event and fact.what != "written"
+    ]
+    return [(fact.what, fact.request_id) for fact in since] == [("free", -1)]
 
 
 @rule("freed under the prefix cache", branch="allocation")
