@@ -239,9 +239,7 @@ class PagedRecorder(Recorder):
         self._block_size, self._ask = block_size, blocks
         self._blocks = ShownBlocks(padding_blocks)
         self._known: set[Hashable] = set()
-        self._ended: set[Hashable] = (
-            set()
-        )  # that are said to have ended, and still had blocks when these were shown last
+        self._ended: set[Hashable] = set()  # that are said to be over, and had blocks when these were shown last
         super().__init__(path, header, kv_sources={(0, n): s for n, s in enumerate(sources.values())}, **options)
 
     @guarded
@@ -277,8 +275,9 @@ class PagedRecorder(Recorder):
         """
         numbers = [-1 if request is None else self._see(request) for request in requests]
         prefix, extend = own_int64(prefix_lens, "prefix_lens"), own_int64(extend_lens, "extend_lens")
+        slots = own_int64(slots, "slots")
         if self._ask is not None:
-            self._show(self._ask(), own_int64(slots, "slots"))
+            self._show(self._ask(), slots)
         if not self._forwards and prefix.any():
             self.start_over("the engine had run before")
         attention = None
@@ -310,7 +309,8 @@ class PagedRecorder(Recorder):
     @guarded
     def ended(self, request: Hashable) -> None:
         """Say that a request has finished or was aborted; whoever loses its blocks without it may have been preempted."""
-        self._ended.add(request)
+        if self._ask is not None:  # else nobody asks, and it would be kept for good
+            self._ended.add(request)
 
     def oracle_tokens(self, requests: Sequence[Hashable], seq_lens: Any) -> Int64Array:
         """As `Recorder.oracle_tokens`, of requests by their names."""

@@ -37,9 +37,9 @@ class WriteLost(HistoryCheck):
     nothing else; and so do tokens that have one embedding (rows of a vocabulary that were never trained, or random weights
     that each rank draws alike): bytes that the token has in another slot, or is written with to another in the same batch
     of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
-    bytes, or one row of bytes is in most slots, which tell none from another then (of random weights V may be little but its bias); K that stayed where V changed in few
-    of its numbers, and the other way round, nor where bytes are hashed if V changed at all; samples of
-    other layers alone in types of fewer bits than float32, in which some tokens are all but the same (of little but what a few
+    bytes, or one row of bytes is in most slots, which tell none from another then (of random weights V may be little but its
+    bias); K that stayed where V changed in few of its numbers, and the other way round, nor where bytes are hashed if V
+    changed at all; samples of other layers alone in types of fewer bits than float32, in which some tokens are all but the same (of little but what a few
     large values make of them); unknown tokens (-1), slots of zeros (of 8-bit floats of -0, too), slots that nobody has written in this trace.
     """
 
