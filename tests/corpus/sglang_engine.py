@@ -81,6 +81,9 @@ SETUPS = {
     "llama-page2-together": ("llama", 2, 336, False, 5, False),
     "llama-host-page2": ("llama", 2, 160, False, 3, False),
     "llama-page2-abort": ("llama", 2, 150, False, 5, False),
+    "llama-host-page2-overlap": ("llama", 2, 164, True, 2, False),
+    "recurrent-ends": ("lfm2", 1, 384, False, 3, False),
+    "llama-host-page16": ("llama", 16, 192, False, 3, False),
 }
 
 
@@ -500,6 +503,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-page2-abort":  # more than can be computed at a time
         prompts = [tokens(count) for count in (26, 31, 19, 24, 38, 22)]
         again = [tokens(count) for count in (33, 17, 28, 41)]
+    if setup == "recurrent-ends":  # that go on behind prompts and answers
+        prompts = [tokens(count) for count in (22, 37, 13)]
+        again = [prompts[0] + tokens(8), tokens(19), prompts[1] + tokens(11), prompts[2] + tokens(25)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
