@@ -191,10 +191,10 @@ def own_requests(setup: str) -> list:
         ]
     if setup == "offload-hybrid-turned":  # that are longer than the window when they have to give way
         return [
-            ask("a", random_prompt(165, 34), 44),
-            ask("b", random_prompt(166, 39), 48, 1),
-            ask("c", random_prompt(167, 23), 52, 3),
-            ask("d", random_prompt(168, 28), 40, 6),
+            ask("a", random_prompt(165, 34), 30),
+            ask("b", random_prompt(166, 39), 36, 1),
+            ask("c", random_prompt(167, 23), 38, 3),
+            ask("d", random_prompt(168, 28), 24, 6),
         ]
     return []
 
