@@ -197,6 +197,21 @@ def tell_layers_apart() -> None:
     ModelRunner.load_model = then_scale
 
 
+def enlarge_states() -> None:
+    """Make what goes into the states of a model's convolutions, and what comes of them, large enough to be seen."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    load = ModelRunner.load_model
+
+    def then_enlarge(self, *args, **kwargs) -> None:
+        load(self, *args, **kwargs)
+        for name, weight in self.model.named_parameters():
+            if "operator_norm" in name or name.endswith(("conv.weight", "conv_weight")):
+                weight.data.mul_(1e5 if "norm" in name else 1e3)
+
+    ModelRunner.load_model = then_enlarge
+
+
 def ask_with_keys(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
     """Return the answers to prompts of two tenants, each of which has a key of the caller's and a salt."""
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -397,6 +412,8 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
     if "uneven" in setup:
         tell_layers_apart()
+    if setup == "recurrent-ends":
+        enlarge_states()
     if setup == "llama-flush":
         ask_for_flushes()
     if setup in ("llama-abort", "llama-page4-abort"):
