@@ -28,6 +28,7 @@ SETUPS = {
     "mini-grow": real.Setup(page=8, pages=16, chunk=24, running=2, graphs=(2,)),
     "mini-rotated": real.Setup(page=2, pages=90, chunk=20, running=3, graphs=(1, 2, 3)),
     "mini-contiguous": real.Setup(page=4, pages=36, chunk=56, running=5, graphs=(2, 5)),
+    "mini-doubles": real.Setup(page=4, pages=34, chunk=44, running=4, graphs=(1, 4)),
 }
 
 
@@ -158,6 +159,16 @@ def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
                 4: [("d", tokens(10), 15)],
                 9: [("e", shared + tokens(13), 10)],
                 17: [("f", shared[:12] + tokens(18), 8), ("g", tokens(7), 9)],
+            },
+            {},
+        )
+    if setup == "mini-doubles":  # that leave one after another, while others come in twos
+        return (
+            {
+                0: [("a", tokens(10), 7), ("b", tokens(18), 19)],
+                5: [("c", tokens(7), 15)],
+                12: [("d", tokens(11), 16), ("e", shared + tokens(5), 13)],
+                24: [("f", tokens(14), 11), ("g", shared + tokens(9), 9)],
             },
             {},
         )

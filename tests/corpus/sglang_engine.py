@@ -81,6 +81,9 @@ SETUPS = {
     "llama-page2-together": ("llama", 2, 336, False, 5, False),
     "llama-host-page2": ("llama", 2, 160, False, 3, False),
     "llama-page2-abort": ("llama", 2, 150, False, 5, False),
+    "llama-host-page2-overlap": ("llama", 2, 164, True, 2, False),
+    "recurrent-ends": ("lfm2", 1, 384, False, 3, False),
+    "llama-host-page16": ("llama", 16, 192, False, 3, False),
 }
 
 
@@ -192,6 +195,21 @@ def tell_layers_apart() -> None:
                 weight.data.mul_(1 + number)
 
     ModelRunner.load_model = then_scale
+
+
+def enlarge_states() -> None:
+    """Make what goes into the states of a model's convolutions, and what comes of them, large enough to be seen."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    load = ModelRunner.load_model
+
+    def then_enlarge(self, *args, **kwargs) -> None:
+        load(self, *args, **kwargs)
+        for name, weight in self.model.named_parameters():
+            if "operator_norm" in name or name.endswith(("conv.weight", "conv_weight")):
+                weight.data.mul_(1e5 if "norm" in name else 1e3)
+
+    ModelRunner.load_model = then_enlarge
 
 
 def ask_with_keys(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
@@ -394,6 +412,8 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
     if "uneven" in setup:
         tell_layers_apart()
+    if setup == "recurrent-ends":
+        enlarge_states()
     if setup == "llama-flush":
         ask_for_flushes()
     if setup in ("llama-abort", "llama-page4-abort"):
@@ -500,6 +520,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-page2-abort":  # more than can be computed at a time
         prompts = [tokens(count) for count in (26, 31, 19, 24, 38, 22)]
         again = [tokens(count) for count in (33, 17, 28, 41)]
+    if setup == "recurrent-ends":  # that go on behind prompts and answers
+        prompts = [tokens(count) for count in (22, 37, 13)]
+        again = [prompts[0] + tokens(8), tokens(19), prompts[1] + tokens(11), prompts[2] + tokens(25)]
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(

@@ -181,6 +181,21 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(152, 60), 16, 9),
             ask("d", random_prompt(153, 48), 10, 21),
         ]
+    if setup == "qwen-contexts":  # of several parts each, while others are answered
+        return [
+            ask("a", random_prompt(160, 19), 32),
+            ask("b", random_prompt(161, 84), 18, 3),
+            ask("c", random_prompt(162, 27), 24, 6),
+            ask("d", system + random_prompt(163, 66), 14, 15),
+            ask("e", system + random_prompt(164, 41), 12, 26),
+        ]
+    if setup == "offload-hybrid-turned":  # that are longer than the window when they have to give way
+        return [
+            ask("a", random_prompt(165, 34), 30),
+            ask("b", random_prompt(166, 39), 36, 1),
+            ask("c", random_prompt(167, 23), 38, 3),
+            ask("d", random_prompt(168, 28), 24, 6),
+        ]
     return []
 
 
@@ -289,6 +304,10 @@ def generate(setup: str, folder: Path) -> None:
         batching = {"num_blocks": 64, "max_batch_tokens": 64}
     if setup == "hybrid-rings-page16":
         batching = {"num_blocks": 36, "max_batch_tokens": 20}
+    if setup == "qwen-contexts":
+        batching = {"num_blocks": 88, "max_batch_tokens": 38}
+    if setup == "offload-hybrid-turned":
+        batching |= {"num_blocks": 9, "max_batch_tokens": 46}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)

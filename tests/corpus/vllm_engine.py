@@ -96,6 +96,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-lora-prompts":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2"), None
         lora = [[both[(2 * i + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
+    if setup == "llama-lora-guesses":
+        both = None, adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
+        lora = [[both[(i + 1 + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
     if setup == "llama-lora-loads":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
         lora = [both[0], both[1], both[0]]

@@ -771,3 +771,74 @@ def _qwen_admits(ask: Asked) -> Batches:
         [ask.tokens(34), ask.tokens(27), ask.tokens(62), ask.tokens(41), ask.tokens(19)],
         [ask.shared[:45], ask.tokens(38), ask.shared[:32] + ask.tokens(22), ask.tokens(50)],
     ]
+
+
+@setup(
+    "qwen-loads-files",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 132,
+        "num_gpu_blocks_override": 32,
+        "max_num_seqs": 4,
+    },
+)
+def _qwen_loads_files(ask: Asked) -> Batches:
+    """Prompts of the first batch that come again when others have been kept in between."""
+    longer = [ask.shared + ask.tokens(14), ask.tokens(84)]
+    return [
+        longer,
+        [ask.tokens(76), ask.tokens(50), ask.tokens(39)],
+        [longer[1] + ask.tokens(6), ask.tokens(23), ask.shared[:68] + ask.tokens(19)],
+    ]
+
+
+@setup(
+    "llama-lora-guesses",
+    "llama",
+    {
+        **NGRAM,
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 8,
+        "max_num_batched_tokens": 92,
+        "num_gpu_blocks_override": 46,
+        "max_num_seqs": 4,
+    },
+)
+def _llama_lora_guesses(ask: Asked) -> Batches:
+    """Prompts of two tenants and of none that repeat themselves."""
+    return [
+        [ask.tokens(7) * 5, ask.shared + ask.tokens(4), ask.tokens(5) * 9, ask.tokens(31)],
+        [ask.tokens(6) * 8, ask.tokens(48), ask.shared[:40] + ask.tokens(4) * 4],
+    ]
+
+
+@setup(
+    "llama-cut-prompts",
+    "llama",
+    {"max_num_batched_tokens": 76, "num_gpu_blocks_override": 42, "max_num_seqs": 3},
+)
+def _llama_cut_prompts(ask: Asked) -> Batches:
+    """Prompts of up to six blocks, and shorter ones that begin as they do."""
+    longer = [ask.tokens(185), ask.shared + ask.tokens(92)]
+    return [
+        [*longer, ask.tokens(40)],
+        [longer[0][:90] + ask.tokens(15), ask.tokens(27), longer[1][:103] + ask.tokens(8)],
+    ]
+
+
+@setup(
+    "llama-loads-twice",
+    "llama",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "max_num_batched_tokens": 108,
+        "num_gpu_blocks_override": 36,
+        "max_num_seqs": 2,
+    },
+)
+def _llama_loads_twice(ask: Asked) -> Batches:
+    """Prompts that go on for blocks behind what is loaded."""
+    longer = [ask.shared + ask.tokens(5), ask.tokens(67)]
+    return [longer, [longer[0][:64] + ask.tokens(75), ask.tokens(33), longer[1] + ask.tokens(58)]]
