@@ -11,80 +11,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CONFORMANCE = HERE.parent / "conformance" / "sglang"
+sys.path.insert(0, str(HERE))
 
-# model, page size, slots, overlap, requests at a time, retracted now and then
-SETUPS = {
-    "llama": ("llama", 1, 512, False, 4, False),
-    "llama-chunks": ("llama", 1, 512, False, 4, False),
-    "llama-page4": ("llama", 4, 512, False, 4, False),
-    "llama-small": ("llama", 1, 120, False, 3, False),
-    "llama-retract": ("llama", 1, 150, False, 4, True),
-    "llama-overlap": ("llama", 1, 512, True, 4, False),
-    "llama-overlap-page16": ("llama", 16, 256, True, 3, False),
-    "llama-page16-retract": ("llama", 16, 320, False, 4, True),
-    "llama-twins": ("llama", 1, 120, False, 3, False),
-    "llama-weights": ("llama", 1, 512, False, 4, False),
-    "hybrid-page16": ("mellum_hybrid", 16, 512, False, 4, False),
-    "hybrid": ("mellum_hybrid", 1, 512, False, 4, False),
-    "hybrid-turns": ("mellum_hybrid", 1, 512, False, 4, False),
-    "recurrent": ("lfm2", 1, 512, False, 4, False),
-    "recurrent-chunks": ("lfm2", 1, 512, False, 4, False),
-    "llama-page16": ("llama", 16, 512, False, 3, False),
-    "llama-page4-small": ("llama", 4, 160, False, 3, False),
-    "llama-no-tree": ("llama", 1, 160, False, 3, False),
-    "hybrid-uneven-no-tree": ("mellum_hybrid", 1, 512, False, 4, False),
-    "hybrid-no-tree": ("mellum_hybrid", 1, 512, False, 4, False),
-    "llama-salts": ("llama", 1, 512, False, 4, False),
-    "llama-mixed": ("llama", 1, 512, False, 4, False),
-    "recurrent-mixed": ("lfm2", 1, 512, False, 4, False),
-    "recurrent-retract": ("lfm2", 1, 512, False, 4, True),
-    "llama-long": ("llama", 1, 230, False, 3, False),
-    "llama-flush": ("llama", 1, 512, False, 4, False),
-    "llama-lora": ("llama", 1, 512, False, 4, False),
-    "llama-host": ("llama", 1, 160, False, 3, False),
-    "llama-abort": ("llama", 1, 600, False, 3, False),
-    "llama-session": ("llama", 1, 210, False, 4, False),
-    "llama-session-abort": ("llama", 1, 210, False, 4, False),
-    "llama-keys": ("llama", 1, 512, False, 4, False),
-    "llama-beams": ("llama", 1, 160, False, 10, False),
-    "llama-once-more": ("llama", 1, 120, False, 3, False),
-    "llama-thinks": ("llama", 1, 512, False, 4, False),
-    "llama-host-parts": ("llama", 1, 160, False, 3, False),
-    "llama-page4-crowd": ("llama", 4, 200, False, 5, False),
-    "recurrent-weights": ("lfm2", 1, 512, False, 4, False),
-    "llama-host-page4": ("llama", 4, 160, False, 3, False),
-    "hybrid-page4-no-tree": ("mellum_hybrid", 4, 512, False, 3, False),
-    "llama-lora-swapped-no-tree": ("llama", 1, 512, False, 2, False),
-    "llama-overlap-mixed": ("llama", 1, 512, True, 4, False),
-    "recurrent-replay": ("lfm2", 1, 512, False, 3, False),
-    "llama-page4-crowd-retract": ("llama", 4, 240, False, 5, True),
-    "llama-lora-page4": ("llama", 4, 512, False, 4, False),
-    "llama-host-storage": ("llama", 4, 160, False, 3, False),
-    "llama-host-overlap": ("llama", 4, 160, True, 3, False),
-    "llama-overlap-page4-weights": ("llama", 4, 512, True, 4, False),
-    "recurrent-branches": ("lfm2", 1, 512, False, 3, False),
-    "llama-page8-turns": ("llama", 8, 512, False, 4, False),
-    "llama-host-page8": ("llama", 8, 160, False, 3, False),
-    "llama-host-lossy-storage": ("llama", 4, 160, False, 3, False),
-    "llama-page4-abort": ("llama", 4, 320, False, 3, False),
-    "hybrid-page8-chunks": ("mellum_hybrid", 8, 512, False, 4, False),
-    "llama-overlap-retract-no-tree": ("llama", 1, 240, True, 4, True),
-    "llama-overlap-page8-short": ("llama", 8, 400, True, 4, False),
-    "hybrid-page4-branches": ("mellum_hybrid", 4, 480, False, 3, False),
-    "llama-lora-page8-renewed": ("llama", 8, 448, False, 3, False),
-    "llama-host-page4-branches": ("llama", 4, 160, False, 2, False),
-    "llama-lora-page16-named": ("llama", 16, 640, False, 3, False),
-    "llama-host-page4-rest": ("llama", 4, 176, False, 3, False),
-    "llama-page4-evicts": ("llama", 4, 124, False, 4, False),
-    "llama-page8-answers": ("llama", 8, 360, False, 3, False),
-    "hybrid-page4-weights": ("mellum_hybrid", 4, 448, False, 3, False),
-    "llama-page2-together": ("llama", 2, 336, False, 5, False),
-    "llama-host-page2": ("llama", 2, 160, False, 3, False),
-    "llama-page2-abort": ("llama", 2, 150, False, 5, False),
-    "llama-host-page2-overlap": ("llama", 2, 164, True, 2, False),
-    "recurrent-ends": ("lfm2", 1, 384, False, 3, False),
-    "llama-host-page16": ("llama", 16, 192, False, 3, False),
-}
+from sglang_setups import SETUPS  # noqa: E402
 
 
 def ask_for_flushes() -> None:
@@ -401,10 +330,10 @@ def generate(setup: str, folder: Path) -> None:
     from request_kinds import use_plain_convolutions
     from sglang.srt.entrypoints.engine import Engine
 
-    model, page, slots, overlap, most, retracts = SETUPS[setup]
-    if retracts:
+    chosen = SETUPS[setup]
+    if chosen.retracts:
         retract_now_and_then()
-    if model == "lfm2":
+    if chosen.model == "lfm2":
         use_plain_convolutions()
     if (
         setup == "hybrid-turns"
@@ -429,100 +358,20 @@ def generate(setup: str, folder: Path) -> None:
     os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder.resolve() / "stored")
     os.chdir(MODELS.parent)  # the trace keeps the model's name as it is given here
     engine = Engine(
-        model_path=f"models/{model}",
-        **{**CPU_ENGINE, "max_running_requests": most, "log_level": "warning", "mem_fraction_static": 0.3},
-        disable_overlap_schedule=not overlap,
+        model_path=f"models/{chosen.model}",
+        **{**CPU_ENGINE, "max_running_requests": chosen.most, "log_level": "warning", "mem_fraction_static": 0.3},
+        disable_overlap_schedule=not chosen.overlap,
         disable_radix_cache=setup.endswith("no-tree"),
         enable_mixed_chunk=setup.endswith("mixed"),
         max_mamba_cache_size=8 if setup == "recurrent-retract" else None,
-        page_size=page,
-        max_total_tokens=slots,
+        page_size=chosen.page,
+        max_total_tokens=chosen.slots,
         random_seed=1,
         **options_of(setup),
     )
     rng = random.Random(5)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(3, 500) for _ in range(count)]
-
-    shared = tokens(20)
-    prompts = [(shared if i % 2 == 0 else []) + tokens(rng.randrange(5, 40)) for i in range(5)]
-    if setup == "llama-page16":  # short ones, one at a time
-        prompts.append(tokens(7))
-    if setup == "recurrent-chunks":  # of two chunks, alone in a batch
-        prompts = [tokens(50)]
-    if setup in ("llama-long", "llama-abort"):  # of three chunks and more
-        prompts = [tokens(rng.randrange(80, 105)) for _ in range(5)]
-    if setup == "llama-twins":  # asked at the same time
-        prompts[:2] = [prompts[1][:12]] * 2
-    again = [prompts[0][:28] + tokens(9), tokens(30), prompts[2 % len(prompts)], prompts[1 % len(prompts)] + tokens(3)]
-    if setup == "recurrent-chunks":  # that go on behind the first chunk
-        again = [prompts[0][:32] + tokens(9), tokens(20)]
-    if setup == "recurrent-mixed":  # that go on behind prompts which were computed beside decodes
-        again += [prompts[3] + tokens(3), prompts[4] + tokens(4)]
-    if setup == "llama-abort":  # that go on behind prompts, those that were sent away among them
-        again = [prompt + tokens(5) for prompt in prompts[:4]]
-    if setup == "llama-flush":  # of eight chunks, alone
-        again = [tokens(230)]
-    if setup.startswith("llama-host"):
-        prompts = [tokens(rng.randrange(36, 60)) for _ in range(5)]
-    if setup == "llama-once-more":  # the last one again, which goes on for longer than those beside it
-        again = [prompts[4], tokens(30), tokens(28), tokens(26), tokens(24)]
-    if setup == "llama-beams":  # that are asked again when others have ended
-        again = [prompts[1] + tokens(3), tokens(30), tokens(25), prompts[0][:28] + tokens(9), tokens(18)]
-    if setup == "llama-page4-crowd":  # some of which are the same, and go on for different lengths
-        prompts = [prompts[0], prompts[1], prompts[0], prompts[1] + tokens(6), tokens(14)]
-        again = [tokens(30), prompts[0] + tokens(5), tokens(22), prompts[0] + tokens(5), tokens(17)]
-    if setup == "hybrid-page4-no-tree":  # of one to three chunks
-        prompts = [tokens(count) for count in (21, 75, 40, 11)]
-        again = [tokens(50), tokens(33)]
-    if setup == "recurrent-replay":  # some of which are asked again as they were
-        again = [prompts[1], tokens(21), prompts[3], prompts[1]]
-    if setup == "recurrent-branches":  # that begin alike, one after the other
-        prompts = [shared + tokens(rng.randrange(5, 12)) for _ in range(2)]
-        again = [shared + tokens(rng.randrange(5, 12)) for _ in range(4)] + [tokens(25)]
-    if setup == "llama-page8-turns":  # that go on behind prompts and answers, and for longer than what they hit
-        again = [prompts[0] + tokens(5), tokens(30), prompts[2] + tokens(9), prompts[4][:25] + tokens(4)]
-    if setup == "llama-page4-abort":  # that begin alike, of three chunks, of which one is asked again as it was
-        prompts = [shared + tokens(count) for count in (75, 62, 58, 70)]
-        again = [prompts[0], tokens(34), prompts[3] + tokens(5), prompts[1][:60] + tokens(12)]
-    if setup == "hybrid-page8-chunks":  # of one to four chunks, and some that go on behind them
-        prompts = [tokens(count) for count in (70, 26, 45, 103)]
-        again = [prompts[0] + tokens(6), tokens(55), prompts[1] + tokens(11)]
-    if setup == "llama-overlap-retract-no-tree":  # more than can be computed at a time
-        prompts = [tokens(count) for count in (31, 14, 22, 40, 9, 27, 18)]
-        again = [tokens(count) for count in (25, 33, 12, 20, 16)]
-    if setup == "llama-overlap-page8-short":  # of which one after the other leaves
-        prompts = [tokens(count) for count in (17, 8, 29, 12, 23)]
-        again = [prompts[0] + tokens(4), prompts[2] + tokens(9), tokens(15), tokens(24)]
-    if setup == "hybrid-page4-branches":  # of several chunks, and others that leave them in the middle of one
-        prompts = [tokens(count) for count in (92, 60, 31)]
-        again = [prompts[0][:45] + tokens(8), tokens(27), prompts[1][:44] + tokens(21), prompts[0][:84] + tokens(6)]
-    if setup == "llama-lora-page8-renewed":  # some of which come again word for word
-        again = [prompts[0], tokens(26), prompts[1] + tokens(4), prompts[2][:25] + tokens(7)]
-    if setup == "llama-host-page4-branches":  # that begin alike
-        prompts = [shared + tokens(count) for count in (28, 33, 24, 30, 36)]
-    if setup == "llama-lora-page16-named":  # of more than a page, some of which come again without an adapter
-        prompts = [tokens(45), tokens(38), shared + tokens(30)]
-        again = [prompts[0], prompts[1] + tokens(4), tokens(22), prompts[2]]
-    if setup == "llama-page4-evicts":  # long ones that are computed while others grow
-        prompts = [tokens(count) for count in (20, 17, 96, 24, 80)]
-        again = [tokens(count) for count in (88, 21, 100, 18)]
-    if setup == "llama-page8-answers":  # some of which go on behind what has been answered before
-        prompts = [tokens(count) for count in (19, 34, 11)]
-        again = [prompts[0] + tokens(6), tokens(27), prompts[1] + tokens(13), prompts[2]]
-    if setup == "hybrid-page4-weights":  # that begin alike before and behind new weights
-        prompts = [shared + tokens(18), tokens(41), shared + tokens(5)]
-        again = [shared + tokens(24), tokens(29), prompts[1] + tokens(6)]
-    if setup == "llama-page2-together":  # of all lengths, five at a time and then fewer
-        prompts = [tokens(count) for count in (12, 35, 21, 8, 27)]
-        again = [prompts[1] + tokens(9), tokens(46), prompts[2][:14] + tokens(10)]
-    if setup == "llama-page2-abort":  # more than can be computed at a time
-        prompts = [tokens(count) for count in (26, 31, 19, 24, 38, 22)]
-        again = [tokens(count) for count in (33, 17, 28, 41)]
-    if setup == "recurrent-ends":  # that go on behind prompts and answers
-        prompts = [tokens(count) for count in (22, 37, 13)]
-        again = [prompts[0] + tokens(8), tokens(19), prompts[1] + tokens(11), prompts[2] + tokens(25)]
+    asked = chosen.ask(rng)
+    tokens, prompts, again = asked.tokens, asked.prompts, asked.again
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(

@@ -1,0 +1,326 @@
+"""What SGLang is set up with for the corpus, each setup with what is asked of it: prompts, and then others."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Asked:
+    """Seeded random `prompts`, every other of which begins alike, and some that come `again` behind them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.shared = self.tokens(20)
+        self.prompts = [(self.shared if i % 2 == 0 else []) + self.tokens(rng.randrange(5, 40)) for i in range(5)]
+        self.again: list[list[int]] = []
+
+    def tokens(self, count: int) -> list[int]:
+        """Return that many new ones."""
+        return [self.rng.randrange(3, 500) for _ in range(count)]
+
+    def ask_again(self) -> None:
+        """Have some go on behind the prompts, or be one of them once more."""
+        prompts = self.prompts
+        self.again = [
+            prompts[0][:28] + self.tokens(9),
+            self.tokens(30),
+            prompts[2 % len(prompts)],
+            prompts[1 % len(prompts)] + self.tokens(3),
+        ]
+
+
+Change = Callable[[Asked], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to run the engine: its model, slots of a page and of the pool, requests at a time, and what is asked otherwise:
+    before the usual ones come again, and behind that.
+    """
+
+    model: str
+    page: int
+    slots: int
+    overlap: bool
+    most: int
+    retracts: bool
+    first: Change | None = None
+    then: Change | None = None
+
+    def ask(self, rng: random.Random) -> Asked:
+        """Return what is asked."""
+        asked = Asked(rng)
+        if self.first is not None:
+            self.first(asked)
+        asked.ask_again()
+        if self.then is not None:
+            self.then(asked)
+        return asked
+
+
+def _llama_twins_first(ask: Asked) -> None:
+    """Prompts asked at the same time."""
+    ask.prompts[:2] = [ask.prompts[1][:12]] * 2
+
+
+def _recurrent_chunks_first(ask: Asked) -> None:
+    """Prompts of two chunks, alone in a batch."""
+    ask.prompts = [ask.tokens(50)]
+
+
+def _recurrent_chunks(ask: Asked) -> None:
+    """Prompts that go on behind the first chunk."""
+    ask.again = [ask.prompts[0][:32] + ask.tokens(9), ask.tokens(20)]
+
+
+def _llama_page16_first(ask: Asked) -> None:
+    """Prompts: short ones, one at a time."""
+    ask.prompts.append(ask.tokens(7))
+
+
+def _recurrent_mixed(ask: Asked) -> None:
+    """Prompts that go on behind prompts which were computed beside decodes."""
+    ask.again += [ask.prompts[3] + ask.tokens(3), ask.prompts[4] + ask.tokens(4)]
+
+
+def _llama_long_first(ask: Asked) -> None:
+    """Prompts of three chunks and more."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(80, 105)) for _ in range(5)]
+
+
+def _llama_flush(ask: Asked) -> None:
+    """Prompts of eight chunks, alone."""
+    ask.again = [ask.tokens(230)]
+
+
+def _long_ones(ask: Asked) -> None:
+    """Prompts of more than a chunk each."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(36, 60)) for _ in range(5)]
+
+
+def _llama_abort(ask: Asked) -> None:
+    """Prompts that go on behind prompts, those that were sent away among them."""
+    ask.again = [prompt + ask.tokens(5) for prompt in ask.prompts[:4]]
+
+
+def _llama_beams(ask: Asked) -> None:
+    """Prompts that are asked again when others have ended."""
+    ask.again = [
+        ask.prompts[1] + ask.tokens(3),
+        ask.tokens(30),
+        ask.tokens(25),
+        ask.prompts[0][:28] + ask.tokens(9),
+        ask.tokens(18),
+    ]
+
+
+def _llama_once_more(ask: Asked) -> None:
+    """Prompts: the last one again, which goes on for longer than those beside it."""
+    ask.again = [ask.prompts[4], ask.tokens(30), ask.tokens(28), ask.tokens(26), ask.tokens(24)]
+
+
+def _llama_page4_crowd(ask: Asked) -> None:
+    """Prompts some of which are the same, and go on for different lengths."""
+    ask.prompts = [ask.prompts[0], ask.prompts[1], ask.prompts[0], ask.prompts[1] + ask.tokens(6), ask.tokens(14)]
+    ask.again = [
+        ask.tokens(30),
+        ask.prompts[0] + ask.tokens(5),
+        ask.tokens(22),
+        ask.prompts[0] + ask.tokens(5),
+        ask.tokens(17),
+    ]
+
+
+def _hybrid_page4_no_tree(ask: Asked) -> None:
+    """Prompts of one to three chunks."""
+    ask.prompts = [ask.tokens(count) for count in (21, 75, 40, 11)]
+    ask.again = [ask.tokens(50), ask.tokens(33)]
+
+
+def _recurrent_replay(ask: Asked) -> None:
+    """Prompts some of which are asked again as they were."""
+    ask.again = [ask.prompts[1], ask.tokens(21), ask.prompts[3], ask.prompts[1]]
+
+
+def _recurrent_branches(ask: Asked) -> None:
+    """Prompts that begin alike, one after the other."""
+    ask.prompts = [ask.shared + ask.tokens(ask.rng.randrange(5, 12)) for _ in range(2)]
+    ask.again = [ask.shared + ask.tokens(ask.rng.randrange(5, 12)) for _ in range(4)] + [ask.tokens(25)]
+
+
+def _llama_page8_turns(ask: Asked) -> None:
+    """Prompts that go on behind prompts and answers, and for longer than what they hit."""
+    ask.again = [
+        ask.prompts[0] + ask.tokens(5),
+        ask.tokens(30),
+        ask.prompts[2] + ask.tokens(9),
+        ask.prompts[4][:25] + ask.tokens(4),
+    ]
+
+
+def _llama_page4_abort(ask: Asked) -> None:
+    """Prompts that begin alike, of three chunks, of which one is asked again as it was."""
+    ask.prompts = [ask.shared + ask.tokens(count) for count in (75, 62, 58, 70)]
+    ask.again = [ask.prompts[0], ask.tokens(34), ask.prompts[3] + ask.tokens(5), ask.prompts[1][:60] + ask.tokens(12)]
+
+
+def _hybrid_page8_chunks(ask: Asked) -> None:
+    """Prompts of one to four chunks, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (70, 26, 45, 103)]
+    ask.again = [ask.prompts[0] + ask.tokens(6), ask.tokens(55), ask.prompts[1] + ask.tokens(11)]
+
+
+def _llama_overlap_retract_no_tree(ask: Asked) -> None:
+    """Prompts more than can be computed at a time."""
+    ask.prompts = [ask.tokens(count) for count in (31, 14, 22, 40, 9, 27, 18)]
+    ask.again = [ask.tokens(count) for count in (25, 33, 12, 20, 16)]
+
+
+def _llama_overlap_page8_short(ask: Asked) -> None:
+    """Prompts of which one after the other leaves."""
+    ask.prompts = [ask.tokens(count) for count in (17, 8, 29, 12, 23)]
+    ask.again = [ask.prompts[0] + ask.tokens(4), ask.prompts[2] + ask.tokens(9), ask.tokens(15), ask.tokens(24)]
+
+
+def _hybrid_page4_branches(ask: Asked) -> None:
+    """Prompts of several chunks, and others that leave them in the middle of one."""
+    ask.prompts = [ask.tokens(count) for count in (92, 60, 31)]
+    ask.again = [
+        ask.prompts[0][:45] + ask.tokens(8),
+        ask.tokens(27),
+        ask.prompts[1][:44] + ask.tokens(21),
+        ask.prompts[0][:84] + ask.tokens(6),
+    ]
+
+
+def _llama_lora_page8_renewed(ask: Asked) -> None:
+    """Prompts some of which come again word for word."""
+    ask.again = [ask.prompts[0], ask.tokens(26), ask.prompts[1] + ask.tokens(4), ask.prompts[2][:25] + ask.tokens(7)]
+
+
+def _llama_host_page4_branches(ask: Asked) -> None:
+    """Prompts that begin alike."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(36, 60)) for _ in range(5)]
+    ask.prompts = [ask.shared + ask.tokens(count) for count in (28, 33, 24, 30, 36)]
+
+
+def _llama_lora_page16_named(ask: Asked) -> None:
+    """Prompts of more than a page, some of which come again without an adapter."""
+    ask.prompts = [ask.tokens(45), ask.tokens(38), ask.shared + ask.tokens(30)]
+    ask.again = [ask.prompts[0], ask.prompts[1] + ask.tokens(4), ask.tokens(22), ask.prompts[2]]
+
+
+def _llama_page4_evicts(ask: Asked) -> None:
+    """Prompts: long ones that are computed while others grow."""
+    ask.prompts = [ask.tokens(count) for count in (20, 17, 96, 24, 80)]
+    ask.again = [ask.tokens(count) for count in (88, 21, 100, 18)]
+
+
+def _llama_page8_answers(ask: Asked) -> None:
+    """Prompts some of which go on behind what has been answered before."""
+    ask.prompts = [ask.tokens(count) for count in (19, 34, 11)]
+    ask.again = [ask.prompts[0] + ask.tokens(6), ask.tokens(27), ask.prompts[1] + ask.tokens(13), ask.prompts[2]]
+
+
+def _hybrid_page4_weights(ask: Asked) -> None:
+    """Prompts that begin alike before and behind new weights."""
+    ask.prompts = [ask.shared + ask.tokens(18), ask.tokens(41), ask.shared + ask.tokens(5)]
+    ask.again = [ask.shared + ask.tokens(24), ask.tokens(29), ask.prompts[1] + ask.tokens(6)]
+
+
+def _llama_page2_together(ask: Asked) -> None:
+    """Prompts of all lengths, five at a time and then fewer."""
+    ask.prompts = [ask.tokens(count) for count in (12, 35, 21, 8, 27)]
+    ask.again = [ask.prompts[1] + ask.tokens(9), ask.tokens(46), ask.prompts[2][:14] + ask.tokens(10)]
+
+
+def _llama_page2_abort(ask: Asked) -> None:
+    """Prompts more than can be computed at a time."""
+    ask.prompts = [ask.tokens(count) for count in (26, 31, 19, 24, 38, 22)]
+    ask.again = [ask.tokens(count) for count in (33, 17, 28, 41)]
+
+
+def _recurrent_ends(ask: Asked) -> None:
+    """Prompts that go on behind prompts and answers."""
+    ask.prompts = [ask.tokens(count) for count in (22, 37, 13)]
+    ask.again = [
+        ask.prompts[0] + ask.tokens(8),
+        ask.tokens(19),
+        ask.prompts[1] + ask.tokens(11),
+        ask.prompts[2] + ask.tokens(25),
+    ]
+
+
+# Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
+SETUPS = {
+    "llama": Setup("llama", 1, 512, False, 4, False),
+    "llama-chunks": Setup("llama", 1, 512, False, 4, False),
+    "llama-page4": Setup("llama", 4, 512, False, 4, False),
+    "llama-small": Setup("llama", 1, 120, False, 3, False),
+    "llama-retract": Setup("llama", 1, 150, False, 4, True),
+    "llama-overlap": Setup("llama", 1, 512, True, 4, False),
+    "llama-overlap-page16": Setup("llama", 16, 256, True, 3, False),
+    "llama-page16-retract": Setup("llama", 16, 320, False, 4, True),
+    "llama-twins": Setup("llama", 1, 120, False, 3, False, first=_llama_twins_first),
+    "llama-weights": Setup("llama", 1, 512, False, 4, False),
+    "hybrid-page16": Setup("mellum_hybrid", 16, 512, False, 4, False),
+    "hybrid": Setup("mellum_hybrid", 1, 512, False, 4, False),
+    "hybrid-turns": Setup("mellum_hybrid", 1, 512, False, 4, False),
+    "recurrent": Setup("lfm2", 1, 512, False, 4, False),
+    "recurrent-chunks": Setup("lfm2", 1, 512, False, 4, False, first=_recurrent_chunks_first, then=_recurrent_chunks),
+    "llama-page16": Setup("llama", 16, 512, False, 3, False, first=_llama_page16_first),
+    "llama-page4-small": Setup("llama", 4, 160, False, 3, False),
+    "llama-no-tree": Setup("llama", 1, 160, False, 3, False),
+    "hybrid-uneven-no-tree": Setup("mellum_hybrid", 1, 512, False, 4, False),
+    "hybrid-no-tree": Setup("mellum_hybrid", 1, 512, False, 4, False),
+    "llama-salts": Setup("llama", 1, 512, False, 4, False),
+    "llama-mixed": Setup("llama", 1, 512, False, 4, False),
+    "recurrent-mixed": Setup("lfm2", 1, 512, False, 4, False, then=_recurrent_mixed),
+    "recurrent-retract": Setup("lfm2", 1, 512, False, 4, True),
+    "llama-long": Setup("llama", 1, 230, False, 3, False, first=_llama_long_first),
+    "llama-flush": Setup("llama", 1, 512, False, 4, False, then=_llama_flush),
+    "llama-lora": Setup("llama", 1, 512, False, 4, False),
+    "llama-host": Setup("llama", 1, 160, False, 3, False, then=_long_ones),
+    "llama-abort": Setup("llama", 1, 600, False, 3, False, first=_llama_long_first, then=_llama_abort),
+    "llama-session": Setup("llama", 1, 210, False, 4, False),
+    "llama-session-abort": Setup("llama", 1, 210, False, 4, False),
+    "llama-keys": Setup("llama", 1, 512, False, 4, False),
+    "llama-beams": Setup("llama", 1, 160, False, 10, False, then=_llama_beams),
+    "llama-once-more": Setup("llama", 1, 120, False, 3, False, then=_llama_once_more),
+    "llama-thinks": Setup("llama", 1, 512, False, 4, False),
+    "llama-host-parts": Setup("llama", 1, 160, False, 3, False, then=_long_ones),
+    "llama-page4-crowd": Setup("llama", 4, 200, False, 5, False, then=_llama_page4_crowd),
+    "recurrent-weights": Setup("lfm2", 1, 512, False, 4, False),
+    "llama-host-page4": Setup("llama", 4, 160, False, 3, False, then=_long_ones),
+    "hybrid-page4-no-tree": Setup("mellum_hybrid", 4, 512, False, 3, False, then=_hybrid_page4_no_tree),
+    "llama-lora-swapped-no-tree": Setup("llama", 1, 512, False, 2, False),
+    "llama-overlap-mixed": Setup("llama", 1, 512, True, 4, False),
+    "recurrent-replay": Setup("lfm2", 1, 512, False, 3, False, then=_recurrent_replay),
+    "llama-page4-crowd-retract": Setup("llama", 4, 240, False, 5, True),
+    "llama-lora-page4": Setup("llama", 4, 512, False, 4, False),
+    "llama-host-storage": Setup("llama", 4, 160, False, 3, False, then=_long_ones),
+    "llama-host-overlap": Setup("llama", 4, 160, True, 3, False, then=_long_ones),
+    "llama-overlap-page4-weights": Setup("llama", 4, 512, True, 4, False),
+    "recurrent-branches": Setup("lfm2", 1, 512, False, 3, False, then=_recurrent_branches),
+    "llama-page8-turns": Setup("llama", 8, 512, False, 4, False, then=_llama_page8_turns),
+    "llama-host-page8": Setup("llama", 8, 160, False, 3, False, then=_long_ones),
+    "llama-host-lossy-storage": Setup("llama", 4, 160, False, 3, False, then=_long_ones),
+    "llama-page4-abort": Setup("llama", 4, 320, False, 3, False, then=_llama_page4_abort),
+    "hybrid-page8-chunks": Setup("mellum_hybrid", 8, 512, False, 4, False, then=_hybrid_page8_chunks),
+    "llama-overlap-retract-no-tree": Setup("llama", 1, 240, True, 4, True, then=_llama_overlap_retract_no_tree),
+    "llama-overlap-page8-short": Setup("llama", 8, 400, True, 4, False, then=_llama_overlap_page8_short),
+    "hybrid-page4-branches": Setup("mellum_hybrid", 4, 480, False, 3, False, then=_hybrid_page4_branches),
+    "llama-lora-page8-renewed": Setup("llama", 8, 448, False, 3, False, then=_llama_lora_page8_renewed),
+    "llama-host-page4-branches": Setup("llama", 4, 160, False, 2, False, then=_llama_host_page4_branches),
+    "llama-lora-page16-named": Setup("llama", 16, 640, False, 3, False, then=_llama_lora_page16_named),
+    "llama-host-page4-rest": Setup("llama", 4, 176, False, 3, False, then=_long_ones),
+    "llama-page4-evicts": Setup("llama", 4, 124, False, 4, False, then=_llama_page4_evicts),
+    "llama-page8-answers": Setup("llama", 8, 360, False, 3, False, then=_llama_page8_answers),
+    "hybrid-page4-weights": Setup("mellum_hybrid", 4, 448, False, 3, False, then=_hybrid_page4_weights),
+    "llama-page2-together": Setup("llama", 2, 336, False, 5, False, then=_llama_page2_together),
+    "llama-host-page2": Setup("llama", 2, 160, False, 3, False, then=_long_ones),
+    "llama-page2-abort": Setup("llama", 2, 150, False, 5, False, then=_llama_page2_abort),
+    "llama-host-page2-overlap": Setup("llama", 2, 164, True, 2, False, then=_long_ones),
+    "recurrent-ends": Setup("lfm2", 1, 384, False, 3, False, then=_recurrent_ends),
+    "llama-host-page16": Setup("llama", 16, 192, False, 3, False, then=_long_ones),
+}
