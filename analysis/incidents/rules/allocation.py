@@ -1,7 +1,7 @@
 """What went wrong with who holds which slot."""
 
 from ..cluster import Cluster, Diagnosis, rule
-from ..facts import Fact
+from ..facts import FACTS_A_SLOT, Fact
 from ..likely import POSSIBLE, REMAINS
 from ..observed import hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
@@ -135,14 +135,12 @@ def free_too_early(cluster: Cluster) -> Diagnosis | None:
 
 
 def _nobody_else_had(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a sign's slot was given to its request, and then given back once by nobody known, with nobody else in between."""
-    given = cluster.last(sign, "alloc")
-    if given is None or given.request_id != sign.request_id:
-        return False
-    since = [
-        fact for fact in cluster.history(sign) if given.event < fact.event <= sign.event and fact.what != "written"
-    ]
-    return [(fact.what, fact.request_id) for fact in since] == [("free", -1)]
+    """Whether a sign's slot was given to its request first of all, and then given back once by nobody known: whoever had it before
+    would be one who may have given it back a second time.
+    """
+    history = [fact for fact in cluster.history(sign) if fact.event <= sign.event]
+    told = [(fact.what, fact.request_id) for fact in history if fact.what != "written"]
+    return len(history) < FACTS_A_SLOT and told == [("alloc", sign.request_id), ("free", -1)]
 
 
 @rule("freed under the prefix cache", branch="allocation")
