@@ -225,7 +225,7 @@ def test_what_fails_on_the_way_is_sent_again(fault: str, store: FaultyProxy, tmp
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     store.only, store.faults = "^(PUT|GET) /bkt/again", [fault] * 3
     status, said = ship(folder, f"again-{fault}")
-    assert status == 0, said
+    assert status == 0, json.dumps(said)
     assert not store.faults
     assert left(folder) == []
     assert names(f"again-{fault}", store) == sorted(whole)
@@ -242,7 +242,7 @@ def test_what_was_moved_counts_though_no_answer_comes(store: FaultyProxy, tmp_pa
     whole = left(folder)
     store.only, store.faults = "^DELETE /bkt/moved", ["lost"] * 2
     status, said = ship(folder, "moved")
-    assert (status, store.faults, left(folder), names("moved", store)) == (0, [], [], whole), said
+    assert (status, store.faults, left(folder), names("moved", store)) == (0, [], [], whole), json.dumps(said)
 
 
 @pytest.mark.parametrize(
