@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvcanary.recorder import remote
 
 REFUSED = b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
 SLOW_DOWN = REFUSED % (b"503 Slow Down", 61, b"<Error><Code>SlowDown</Code><Message>busy</Message></Error>".ljust(61))
@@ -112,6 +113,8 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
         keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "us-east-1"}
         for name, value in {**keys, "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": proxy.url}.items():
             monkeypatch.setenv(name, value)
+        # A worker may make a store, give it up and make another: what was opened by the first one's address is of no use.
+        remote._filesystem.cache_clear()
         from pyarrow.fs import S3FileSystem
 
         for _ in range(300):
