@@ -39,8 +39,9 @@ class WriteLost(HistoryCheck):
     of events, are its own, unless they stood in that slot before it, too. Not judged: a group in which many tokens have the same
     bytes, or one row of bytes is in most slots, which tell none from another then (of random weights V may be little but its
     bias); K that stayed where V changed in few of its numbers, and the other way round, nor where bytes are hashed if V
-    changed at all; samples of other layers alone in types of fewer bits than float32, in which some tokens are all but the same (of little but what a few
-    large values make of them); unknown tokens (-1), slots of zeros (of 8-bit floats of -0, too), slots that nobody has written in this trace.
+    changed at all; samples of other layers alone in types of fewer bits than float32, in which some tokens are all but the
+    same (of little but what a few large values make of them); unknown tokens (-1), slots of zeros (of 8-bit floats of -0, too),
+    slots that nobody has written in this trace.
     """
 
     kind = "write_lost"
@@ -247,11 +248,9 @@ class WriteDamaged(HistoryCheck):
         # Of all that differs in a slot: whether it is what it held before, and whether that may be what the pool was made with.
         kept, empty = known.copy(), ~known
         first: dict[int, str] = {}
-        own = [
-            n for n, (index, _) in enumerate(self.history.header.streams(forward.runner)) if index == group.pool.index
-        ]
-        for before, number in zip(pool.kv, own, strict=True):
-            stream = self.history.header.streams(forward.runner)[number][1]
+        streams = enumerate(self.history.header.streams(forward.runner))
+        own = [(number, stream) for number, (index, stream) in streams if index == group.pool.index]
+        for before, (number, stream) in zip(pool.kv, own, strict=True):
             stored, given = forward.kv_bytes[number][: len(slots)], forward.kv_submitted[number][: len(slots)]
             differ = (stored != given).any(axis=1)
             kept &= ~differ | (stored == before[at]).all(axis=1)

@@ -190,11 +190,8 @@ def _run(
     try:
         engine = factory(trace)
     except Exception as error:
-        where = (
-            "; is it on PYTHONPATH, or is the variable set that names its clone?"
-            if isinstance(error, ImportError)
-            else ""
-        )
+        where = "; run this in the engine's environment, or name its folder in PYTHONPATH"
+        where = where if isinstance(error, ImportError) else ""
         raise EngineError(f"the factory failed: {_described(error)}{where}") from error
 
     def on_inputs(given: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 Each forward with requests owes every half of every pool group of its runner a verify and a write launch, HEAD and TAIL. If the
 prefix cache is said to be walked every so many forwards of the first runner, twice as many without a walk are a stall, but
-for those behind a loss or a gap: whether walks are still told nobody knows until the next. A runner that never ran although the first one decoded has lost its hooks.
+for those behind a loss or a gap: whether walks are still told nobody knows until the next. A runner that never ran although
+the first one decoded has lost its hooks.
 """
 
 import numpy as np

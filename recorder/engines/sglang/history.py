@@ -223,14 +223,15 @@ def promised(header: TraceHeader, allocator: Any, server_args: Any, *, followed:
     return header if restored else replace(header, slot_history="allocator")
 
 
-def walked(header: TraceHeader, tree_cache: Any) -> TraceHeader:
-    """Return a header without walks of the prefix cache, and a note that says so, if SGLang has no walker for its type."""
+def sweeps_promised(header: TraceHeader, tree_cache: Any) -> TraceHeader:
+    """Return a header without sweeps, and a note that says so, if SGLang has no walker for this type of prefix cache."""
     if not header.sweep_interval:
         return header
     try:
         walker()(radix_cache=tree_cache, unlocked_only=True)
-    except (ImportError, NotImplementedError) as error:  # some versions have no walker, none knows all caches
-        return replace(header, sweep_interval=0, notes=(*header.notes, f"the prefix cache is not walked: {error}"))
+    except Exception as error:  # noqa: BLE001  # some versions have no walker, none knows all caches: all else is recorded
+        said = f"no sweeps: the prefix cache cannot be walked ({type(error).__name__}: {error})"
+        return replace(header, sweep_interval=0, notes=(*header.notes, said))
     return header
 
 

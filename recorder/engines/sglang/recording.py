@@ -19,7 +19,7 @@ from ..common.hooking import Around, Finish, around, beside
 from .adapters import BatchAdapters
 from .connectors.transfers import SglangTransfers, room_of
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
-from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised, walked
+from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised, sweeps_promised
 from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
@@ -56,7 +56,8 @@ class SglangRecording:
         allocator, server_args = scheduler.token_to_kv_pool_allocator, self.target.server_args
         self.follows_slots = knows_allocator(allocator) and settings.history != "off"
         tree_cache = scheduler.tree_cache  # what this version does not have shows before there is a file
-        header = walked(promised(header, allocator, server_args, followed=self.follows_slots), tree_cache)
+        header = promised(header, allocator, server_args, followed=self.follows_slots)
+        header = sweeps_promised(header, tree_cache)
         self._tree = draft_tree(server_args)
         if self._tree:
             not_watched += (

@@ -95,7 +95,7 @@ def run_engines(
 
 
 def judged(place: Path) -> tuple[str, str]:
-    """Return what came of a run - clean, corrupt, incomplete, failed, not started - and the end of what was said of it."""
+    """Return what came of a run - clean, corrupt, exit N, failed, not started, out of time - and the end of what was said of it."""
     traces = sorted((place / "traces").glob("*.arrow"))
     if (status := (place / "status").read_text()) == "out of time":
         return status, ""
@@ -153,7 +153,8 @@ def main() -> int:
                 f"{place.name} {what}: {(place / 'run.json').read_text()}\n    {said[-1500 if what != 'not started' else -200 :]}"
             )
     print(dict(Counter(what for what, _ in results)))
-    return int(any(what not in ("clean", "not started", "out of time") for what, _ in results))
+    judged_clean = any(what == "clean" for what, _ in results)  # else nothing was shown
+    return int(not judged_clean or any(what not in ("clean", "not started", "out of time") for what, _ in results))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ from kvcanary.recorder.engines.common.hooking import (
 )
 from kvcanary.recorder.engines.common.outermost import OutermostCalls
 from kvcanary.recorder.engines.sglang import history as module
-from kvcanary.recorder.engines.sglang.history import GroupHistory, RadixCacheWalk, calls_as_hooked, promised, walked
+from kvcanary.recorder.engines.sglang.history import (
+    GroupHistory,
+    RadixCacheWalk,
+    calls_as_hooked,
+    promised,
+    sweeps_promised,
+)
 from kvcanary.recorder.trace.header import TraceHeader
 
 from .fake_engine import TokenToKVPoolAllocator
@@ -246,10 +252,12 @@ def test_a_prefix_cache_that_the_walker_does_not_know_is_promised_to_nobody(monk
 
     monkeypatch.setattr(module, "walker", lambda: knows_trees)
     header = TraceHeader(groups=(), tables=(), sweep_interval=9)
-    assert walked(header, "tree") == header
-    without = walked(header, "ChunkCache")
+    assert sweeps_promised(header, "tree") == header
+    without = sweeps_promised(header, "ChunkCache")
     assert without.sweep_interval == 0
-    assert without.notes == ("the prefix cache is not walked: does not support ChunkCache",)
+    assert without.notes == (
+        "no sweeps: the prefix cache cannot be walked (NotImplementedError: does not support ChunkCache)",
+    )
 
 
 def test_what_kept_an_allocators_method_calls_what_was_hooked_since() -> None:

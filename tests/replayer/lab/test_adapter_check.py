@@ -131,7 +131,10 @@ class NeverEnds(Engine):
         (Elsewhere, "wrote no trace to the path that it was given"),
         (NeverEnds, "had not ended after 100 steps"),
         (lambda: None, "the factory failed: TypeError"),
-        (lambda _: __import__("no_such_engine"), "No module named 'no_such_engine'.*; is it on PYTHONPATH, or"),
+        (
+            lambda _: __import__("no_such_engine"),
+            "No module named 'no_such_engine'.*; run this in the engine's environment, or name",
+        ),
     ],
 )
 def test_an_engine_that_fails_without_a_fault(
