@@ -12,6 +12,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "nano_vllm")]
+sys.path.append(str(HERE.parent / "conformance"))
+
+from forking import fork, wait_for  # noqa: E402
 
 # tokens of a block, blocks
 SETUPS = {
@@ -157,31 +160,23 @@ def run(name: str, folder: Path) -> int:
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            setup = name.removeprefix("clean:") if name.startswith("clean:") else load("nano")[name].setup
-            real.BLOCK, real.BLOCKS = SETUPS[setup]
-            real._stand_ins()
-            engines: list = []
-            if not name.startswith("clean:"):
-                load("nano")[name].patch(fired_in(engines))
-            generate(setup, folder, engines)
-            status = 0
-        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
-            import traceback
 
-            traceback.print_exc()
+    def act() -> None:
+        engines: list = []
+        bug = None if name.startswith("clean:") else load("nano")[name]
+        setup = bug.setup if bug is not None else name.removeprefix("clean:")
+        real.BLOCK, real.BLOCKS = SETUPS[setup]
+        real._stand_ins()
+        if bug is not None:
+            bug.patch(fired_in(engines))
+        try:
+            generate(setup, folder, engines)
+        except BaseException:
             for one in engines:
                 one.close()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            raise
+
+    return wait_for(fork(folder / "log", act), 240.0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "data")]
+sys.path.append(str(HERE.parent / "conformance"))
+
+from forking import fork, wait_for  # noqa: E402
 
 
 def fired_in(forward: list[int]):
@@ -316,40 +319,19 @@ def generate(setup: str, folder: Path) -> None:
 
 def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
-    import time
-
     folder.mkdir(parents=True, exist_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            if name.startswith("clean:"):
-                generate(name.removeprefix("clean:"), folder)
-            else:
-                from bugs import load
 
-                bug = load("transformers")[name]
-                bug.patch(fired_in([]))
-                generate(bug.setup, folder)
-            status = 0
-        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
-            import traceback
+    def act() -> None:
+        if name.startswith("clean:"):
+            generate(name.removeprefix("clean:"), folder)
+            return
+        from bugs import load
 
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    for _ in range(1800):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.1)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return -1
+        bug = load("transformers")[name]
+        bug.patch(fired_in([]))
+        generate(bug.setup, folder)
+
+    return wait_for(fork(folder / "log", act), 180.0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CONFORMANCE = HERE.parent / "conformance" / "vllm"
 sys.path[:0] = [str(HERE), str(CONFORMANCE)]
+sys.path.append(str(HERE.parent / "conformance"))
 
+from forking import fork, wait_for  # noqa: E402
 from vllm_setups import SETUPS, Asked  # noqa: E402
 
 
@@ -327,51 +329,25 @@ def adapter(folder: Path, number: int, called: str = "tenant", seed: int = 0) ->
 
 def run(name: str, folder: Path) -> int:
     """Run one bug, or a setup without any; return the exit status."""
-    import signal
-    import time
-
-    from bugs import load
-
     folder.mkdir(parents=True, exist_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
+
+    def act() -> None:
+        from bugs import load
+        from kvcanary.recorder.engines.vllm import hooks
+
+        hooks.install()
+        bug = None if name.startswith("clean:") else load("vllm")[name]
+        if bug is not None:
+            bug.patch(fired_in([]))
         try:
-            os.setpgid(0, 0)
-            log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ["KVCANARY_TRACE"] = str(folder / "traces")
-            from kvcanary.recorder.engines.vllm import hooks
-
-            hooks.install()
-            if name.startswith("clean:"):
-                generate(name.removeprefix("clean:"), folder)
-            else:
-                bug = load("vllm")[name]
-                bug.patch(fired_in([]))
-                generate(bug.setup, folder)
-            status = 0
-        except BaseException:  # noqa: BLE001  # printed, and the child ends: it must not come back into the loop
-            import traceback
-
-            traceback.print_exc()
+            generate(bug.setup if bug is not None else name.removeprefix("clean:"), folder)
         finally:
-            from kvcanary.recorder.engines.vllm import hooks
-
             for attachment in hooks.attachments:
                 for recorder in attachment.recorders():
                     recorder.close()
-            sys.stdout.flush()
-            os._exit(status)
-    for _ in range(2400):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.1)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -1
+
+    pid = fork(folder / "log", act, {"KVCANARY_TRACE": str(folder / "traces")})
+    return wait_for(pid, 240.0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
+sys.path.append(str(HERE.parent))
+
+from forking import fork  # noqa: E402
+
 ALL = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 STARTED: list[subprocess.Popen[bytes]] = []  # one that nobody holds is waited for by the next one's start
 
@@ -44,23 +47,7 @@ def start(engine: ModuleType, run: dict[str, Any], folder: Path, *, gpu: bool, f
             given = {"stdout": log, "stderr": log, "env": os.environ | told, "start_new_session": True}
             STARTED.append(subprocess.Popen([*command, "--one", str(folder)], **given))
         return STARTED[-1].pid
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        os.setsid()
-        log_file = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
-        os.dup2(log_file, 1)
-        os.dup2(log_file, 2)
-        os.environ.update(told)
-        engine.generate(run, folder, gpu=gpu)
-        status = 0
-    except BaseException:  # noqa: BLE001  # told, whatever it is
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    return fork(folder / "log", lambda: engine.generate(run, folder, gpu=gpu), told)
 
 
 def run_engines(
