@@ -89,12 +89,16 @@ def _factory(target: str) -> Any:
     module_name, _, name = target.rpartition(":")
     if not module_name or not name:
         raise click.BadParameter(f"{target!r} is not MODULE:ENGINE", param_hint="MODULE:ENGINE")
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).is_file():
+        fail(f"{module_name}: no such file; MODULE is a file's path, or the name of a module that can be imported here")
     try:
-        is_file = module_name.endswith(".py")
         sys.path.insert(0, str(Path(module_name).absolute().parent if is_file else Path.cwd()))
         module = importlib.import_module(Path(module_name).stem if is_file else module_name)
     except Exception as error:  # noqa: BLE001  # whatever a module of the user's raises
-        fail(f"{module_name} cannot be imported: {type(error).__name__}: {error}")
+        from ..lab.adapter_check import way_out
+
+        fail(f"{module_name} cannot be imported: {type(error).__name__}: {error}{way_out(error)}")
     if not callable(getattr(module, name, None)):
         fail(f"{module_name} has no class or function {name}")
     return getattr(module, name)

@@ -190,9 +190,7 @@ def _run(
     try:
         engine = factory(trace)
     except Exception as error:
-        where = "; run this in the engine's environment, or name its folder in PYTHONPATH"
-        where = where if isinstance(error, ImportError) else ""
-        raise EngineError(f"the factory failed: {_described(error)}{where}") from error
+        raise EngineError(f"the factory failed: {_described(error)}{way_out(error)}") from error
 
     def on_inputs(given: dict[str, Any]) -> None:
         nonlocal forwards, planted, what
@@ -270,6 +268,15 @@ def _served(engine: Any, seed: int) -> Iterator[None]:
         left = bool(engine.step())
     raise EngineError(
         f"{REQUESTS} requests had not ended after {MOST_STEPS:,} steps: step() says whether anything is left"
+    )
+
+
+def way_out(error: BaseException) -> str:
+    """Return what helps against an import that fails, to be said behind it; "" for other errors."""
+    return (
+        "; run this in the engine's environment, or name its folder in PYTHONPATH"
+        if isinstance(error, ImportError)
+        else ""
     )
 
 

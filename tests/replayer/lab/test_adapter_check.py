@@ -175,6 +175,8 @@ def test_the_guides_engine_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ("nothing", "is not MODULE:ENGINE"),
         ("no_such_module:Engine", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("no_such_module:Engine", "; run this in the engine's environment, or name its folder in PYTHONPATH"),
+        ("no_such_file.py:Engine", "no_such_file.py: no such file; MODULE is a file's path, or the name of a module"),
         (f"{nano.__name__}:Nothing", "has no class or function Nothing"),
         (f"{__name__}:Raises", "RuntimeError: out of blocks"),
     ],
