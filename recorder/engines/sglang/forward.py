@@ -54,11 +54,13 @@ def forward_input(
     """
     mode = mode_of(batch.forward_mode if forward_mode is None else forward_mode)
     rows = own_int64(batch.req_pool_indices)
-    positions = own_int64(batch.positions if batch.positions is not None else [])
+    positions = places = own_int64(batch.positions if batch.positions is not None else [])
+    if runner.fed is not None and batch.positions is not None:
+        positions = own_int64(runner.fed.of(batch, batch.positions))
     tokens = own_int64(batch.input_ids) if batch.input_ids is not None else np.full_like(positions, UNKNOWN_TOKEN)
     if has_embeddings(batch):
         tokens[:] = UNKNOWN_TOKEN
-    prefix, extend = prefix_and_extend(batch, mode, rows.size, positions)
+    prefix, extend = prefix_and_extend(batch, mode, rows.size, places)
     size = min(tokens.size, positions.size)
     written, elsewhere = _filled(size, batch.out_cache_loc, -1), np.full(size, -1, np.int64)
     nothing = np.zeros(rows.size, np.int64)
@@ -147,7 +149,7 @@ class DeviceForwards:
         self._engine_mode: Any = None  # the last one
         self._mode = ""
 
-    def record(self, runner: int, batch: Any, known: KnownBatch, truth_lens: bytes) -> int:
+    def record(self, runner: RunnerLayout, batch: Any, known: KnownBatch, truth_lens: bytes) -> int:
         """Have a forward captured and return its number.
 
         Raises:
@@ -166,13 +168,15 @@ class DeviceForwards:
         if not (rows.is_contiguous() and ids.is_contiguous() and positions.is_contiguous() and loc.is_contiguous()):
             rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
         lens = lens_of(batch, mode, positions)
+        if runner.fed is not None:
+            positions = runner.fed.of(batch, positions).contiguous()
         for part in (rows, ids, loc, positions, *lens[:3]):
             if part is not None and part.get_device() != self._device:
                 raise ValueError(f"a tensor of the batch is on {part.device}, the tables on {self._where}")
         return self.before(
             DeviceForward(
                 mode=mode,
-                runner=runner,
+                runner=runner.index,
                 rows=rows,
                 prefix=lens.prefix,
                 minus=lens.minus,

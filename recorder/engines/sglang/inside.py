@@ -20,6 +20,7 @@ from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around, batch_among
 from .recurrent import state_indices, state_pool
 from .requests import KnownBatch
+from .rotary import fed_positions
 
 if TYPE_CHECKING:
     from ....kernels.capture.model_forward import ModelForward
@@ -114,6 +115,8 @@ class InsideModels:
             return
         import torch
 
+        fed_positions(runner)  # has memory of its own, which no graph may own
+
         if device not in self._tickets:
             from ....kernels.capture.frame_kernels import TICKET_WORDS
 
@@ -158,7 +161,9 @@ class InsideModels:
         mode = None if batch is None else MODES.get(batch.forward_mode.name)
         if batch is None or mode is None:
             return None
-        given = model_input(batch, mode, args, kwargs)
+        fed = fed_positions(runner)
+        positions_of = None if fed is None else functools.partial(fed.of, batch, in_graph=runs is not None)
+        given = model_input(batch, mode, args, kwargs, positions_of)
         if given is None or given.rows.device != device:
             return None
         if runs is None:
@@ -215,10 +220,13 @@ def is_capturing(device: Any) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelInput | None:
+def model_input(
+    batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], fed_of: Callable[[Any], Any] | None = None
+) -> ModelInput | None:
     """Return what a model is run with: token ids and positions as its arguments have them, the rest as its batch.
 
-    Of a batch that is fed embeddings the token ids are unknown. None for a batch that is empty, or has nothing to run.
+    Of a batch that is fed embeddings the token ids are unknown. `fed_of` makes of its positions those that the model is fed.
+    None for a batch that is empty, or has nothing to run.
     """
     names = ("input_ids", "positions")
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -231,8 +239,11 @@ def model_input(batch: Any, mode: str, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     rows, ids, positions, loc = (part.contiguous() for part in (rows, ids, positions, loc))
     tokens = min(int(ids.numel()), int(positions.numel()))
+    lens = lens_of(batch, mode, positions)
+    if fed_of is not None:
+        positions = fed_of(positions).contiguous()
     tensors = {"input_ids": ids, "positions": positions, "out_cache_loc": loc, "num_tokens": tokens}
-    given = ModelInput(rows=rows, **lens_of(batch, mode, positions)._asdict(), **tensors)
+    given = ModelInput(rows=rows, **lens._asdict(), **tensors)
     given.check()
     return given
 

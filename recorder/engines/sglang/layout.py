@@ -34,6 +34,7 @@ from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
 from .connectors.storage import storage_slots
 from .recurrent import prefills_not_seen, state_pool
+from .rotary import FedPositions, fed_positions
 
 ALIGN_BYTES: Final = 16
 # What moves KV between the device and the host, by its very class.
@@ -70,7 +71,8 @@ class _SubPool(NamedTuple):
 class RunnerLayout:
     """One model runner: its index in the header, its table's, and the index of each of its groups by kind.
 
-    `sampled`: what the scheduler takes over comes from its forwards; no draft's. `runner` is the model runner's id.
+    `sampled`: what the scheduler takes over comes from its forwards; no draft's. `runner` is the model runner's id. `fed`
+    reads the positions of a model that is fed several dimensions of them.
     """
 
     runner: int
@@ -78,6 +80,7 @@ class RunnerLayout:
     table: int
     groups: dict[str, int]
     sampled: bool
+    fed: FedPositions | None
 
 
 class SglangLayout:
@@ -137,7 +140,8 @@ class SglangLayout:
                     num_layers=len(_layers(sub_pool, "K")),
                 )
             )
-        if getattr(runner.model_config, "model_is_mrope", False):
+        fed = fed_positions(runner)
+        if fed is None and getattr(runner.model_config, "model_is_mrope", False):
             reason = "its model is fed positions of several dimensions; the batch's own are recorded"
             self.not_watched.append(NotWatched(what="other", name="mrope_positions", reason=reason))
         if not draft and getattr(runner.server_args, "dllm_algorithm", None):
@@ -150,7 +154,7 @@ class SglangLayout:
             self.state_parts[len(self.states)] = found[1]
             self.states.append(found[0])
             self.not_watched += prefills_not_seen(runner)
-        own = RunnerLayout(runner=id(runner), index=index, table=table, groups=groups, sampled=not draft)
+        own = RunnerLayout(runner=id(runner), index=index, table=table, groups=groups, sampled=not draft, fed=fed)
         self.runners[id(runner)] = own
 
     def _sub_pools(self, pool: Any) -> list[_SubPool]:

@@ -138,6 +138,8 @@ class SglangRecording:
         Raises:
             ValueError: a batch that cannot be recorded.
         """
+        if layout.fed is not None:
+            layout.fed.expect(batch)
         rids = batch.rids if not self.members else [*(batch.rids or ()), *self.members]
         known = self.batches.of(rids, bs)
         if layout.sampled:
@@ -153,10 +155,10 @@ class SglangRecording:
             if self._inside is not None:
                 capture: Any = self._capture
                 self._inside.expected = Expected(capture, layout.runner, layout.index, bs, known, lens)
-                self._outside = functools.partial(self._on_device, layout.index, batch, known, lens)
+                self._outside = functools.partial(self._on_device, layout, batch, known, lens)
                 number: int = capture.next_forward  # `after_model` sees whether it was recorded inside
             else:
-                number = self._on_device(layout.index, batch, known, lens)
+                number = self._on_device(layout, batch, known, lens)
         else:
             number = self.recorder.next_forward
             if self._layers.watches(layout.runner) and batch.forward_mode.name != "SPLIT_PREFILL":

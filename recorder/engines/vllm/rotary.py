@@ -1,8 +1,6 @@
-"""The positions that a model with several dimensions of them is fed (M-RoPE), as one for each token.
+"""The positions that vLLM feeds a model with several dimensions of them (M-RoPE), as one for each token.
 
-Text has the same position in every dimension: its place in the sequence, behind media its place and a number that the
-request has for good. So what such a model is fed is looked at of all tokens but those of prompts with media, of which the
-engine's own places are taken, by which it computes the slots.
+Of tokens of prompts with media the engine's own places are taken, by which it computes the slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ....kernels.arrays import Int64Array
+from ..common.rotary import one_of, told_by_one
 
 TRIED: Final = 4  # tokens of text by which it is known how a model places text
 
@@ -67,7 +66,7 @@ class FedPositions:
         if [*names] != self._names:
             self._names, self._text_from = [*names], text_from(names)
         if not self._text_from.any():
-            return _one_of(fed, places)
+            return one_of(fed, places)
         each_from = self._text_from.tolist()
         ahead = [self._ahead(name) if place else 0 for name, place in zip(names, each_from, strict=True)]
         there = torch.from_numpy(np.stack((self._text_from, np.array(ahead, np.int64))))
@@ -76,19 +75,13 @@ class FedPositions:
         if total != bs:
             each = torch.arange(bs, device=places.device)
             there = there[:, torch.repeat_interleave(each, starts[: bs + 1].diff(), output_size=total)]
-        return _one_of(fed - there[1], places).where(places >= there[0], places)
+        return told_by_one(fed, places, there[0], there[1])
 
     def _ahead(self, name: str) -> int:
         """Return how far a request's positions are ahead of its places, by the engine's own number."""
         if self.later:
             return int(self._rope.prefill_delta.np[self._runner.req_states.req_id_to_index[name]])
         return int(self._runner.requests[name].mrope_position_delta or 0)
-
-
-def _one_of(fed: Any, places: Any) -> Any:
-    """Return `[T]` of `fed` `[dimensions, T]` one that is not the token's place, if there is one."""
-    low, high = fed.aminmax(dim=0)
-    return high.where(high > places, low)
 
 
 def _places_text_plainly(runner: Any) -> bool:

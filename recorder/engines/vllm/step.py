@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,9 @@ from ...capture.forward_input import AttentionInput, ForwardInput, TableRead, Tr
 from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.privacy import IdentityValue
 from ..common.requests import KnownRequest, RequestRows, TokenList, mode_by_lens, request_id_of, truth_tokens
+from ..common.rotary import NEVER
 from .attention import AttentionReader, chosen_reads
 from .layout import VllmGroup
-
-NEVER: Final = 1 << 62
 
 
 def prompt_of(request: Any) -> tuple[Int64Array, Int64Array]:

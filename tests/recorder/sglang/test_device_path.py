@@ -122,6 +122,7 @@ def test_a_fault_switches_it_off_and_the_engine_goes_on(
 
 def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
     launched: list[Any] = []
+    runner: Any = SimpleNamespace(index=0, fed=None)
     frames = SimpleNamespace(get_device=lambda: 0, device="cuda:0")
     forwards = DeviceForwards(SimpleNamespace(before=lambda *told: launched.append(told) or 7, frames=frames))
     here = torch.zeros(2, dtype=torch.int64)
@@ -130,10 +131,13 @@ def test_no_kernel_gets_the_address_of_a_tensor_that_is_elsewhere() -> None:
         **dict.fromkeys(("req_pool_indices", "input_ids", "positions", "out_cache_loc"), here),
     )
     with pytest.raises(ValueError, match="a tensor of the batch is on cpu, the tables on cuda:0"):
-        forwards.record(0, batch, KnownBatch, b"")
+        forwards.record(runner, batch, KnownBatch, b"")
     assert not launched
     frames.get_device = lambda: -1
-    assert DeviceForwards(SimpleNamespace(before=forwards.before, frames=frames)).record(0, batch, KnownBatch, b"") == 7
+    assert (
+        DeviceForwards(SimpleNamespace(before=forwards.before, frames=frames)).record(runner, batch, KnownBatch, b"")
+        == 7
+    )
 
 
 def test_a_frame_that_cannot_be_read_leaves_the_engine_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_decode_goes_by_positions_and_its_padding_has_none() -> None:
 def test_a_forward_of_one_table_says_nothing_of_another() -> None:
     tables = [torch.zeros((4, 8), dtype=torch.int32), torch.ones((4, 8), dtype=torch.int32)]
     layout: Any = SimpleNamespace(tables=tables, luts=[])
-    runner: Any = SimpleNamespace(index=1, table=1)
+    runner: Any = SimpleNamespace(index=1, table=1, fed=None)
     told = forward_input(
         batch("DECODE", out_cache_loc=torch.tensor([30])),
         runner=runner,
@@ -64,7 +64,7 @@ def test_a_forward_of_one_table_says_nothing_of_another() -> None:
 
 def test_a_batch_of_an_unknown_mode_is_refused() -> None:
     layout: Any = SimpleNamespace(tables=[], luts=[])
-    runner: Any = SimpleNamespace(index=0, table=0)
+    runner: Any = SimpleNamespace(index=0, table=0, fed=None)
     with pytest.raises(ValueError, match="FUTURE"):
         forward_input(batch("FUTURE"), runner=runner, layout=layout, request_ids=np.array([1, 2]), truth=None)
 

@@ -27,9 +27,16 @@ from .fake_engine import (
     hooked,
 )
 
+STATIC = ("req_pool_indices", "input_ids", "positions", "out_cache_loc")  # what a graph reads of a batch
+
 
 @pytest.fixture(autouse=True)
 def _small_kernels_on_a_gpu(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_kernels(monkeypatch)
+
+
+def small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the launches inside models go to the CPU, or into the graph that is captured."""
     monkeypatch.setattr(sglang_attachment, "register_drafts", lambda attachment: [])
     monkeypatch.setattr(sglang_inside, "gpu_of", lambda runner: torch.device("cpu"))
     monkeypatch.setattr(sglang_inside, "is_capturing", lambda device: Graphs.capturing is not None)
@@ -133,10 +140,7 @@ class Runner(ModelRunner):
         if width:
             self.static = SimpleNamespace(
                 forward_mode=DECODE,
-                **{
-                    name: torch.zeros(width, dtype=torch.int64)
-                    for name in ("req_pool_indices", "input_ids", "positions", "out_cache_loc")
-                },
+                **{name: torch.zeros((3, width)[name[0] != "m" :], dtype=torch.int64) for name in STATIC},
             )
             self.attn_backend.forward_metadata = self.attn_backend.static
             self.hook(attachment, "capture", self.graphs.backend.capture_one)(
@@ -168,10 +172,10 @@ class Runner(ModelRunner):
     def _forward_raw(self, batch: Any) -> torch.Tensor:
         bs, table = batch.req_pool_indices.numel(), self.req_to_token_pool.req_to_token
         if self.width and batch.forward_mode is DECODE:
-            for name in ("req_pool_indices", "input_ids", "positions", "out_cache_loc"):
+            for name in STATIC:
                 static = getattr(self.static, name)
                 static.zero_()
-                static[:bs] = getattr(batch, name)
+                static[..., :bs] = getattr(batch, name)
             lens = torch.nn.functional.pad(batch.seq_lens, (0, self.width - bs), value=1)
             self.attn_backend.prepare(table, self.static, lens, graph=True)
             self.replay(self.graphs.backend, self.width, batch)

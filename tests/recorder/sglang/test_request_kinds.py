@@ -129,7 +129,8 @@ def test_embeddings_have_no_tokens_on_a_device() -> None:
     }
     for ids, embeddings in ((torch.tensor([1, 1]), torch.zeros(2, 8)), (None, torch.zeros(2, 8)), (None, None)):
         batch = SimpleNamespace(**one, input_ids=ids, input_embeds=embeddings)
-        DeviceForwards(capture).record(0, batch, None, b"")  # type: ignore[arg-type]
+        runner: Any = SimpleNamespace(index=0, fed=None)
+        DeviceForwards(capture).record(runner, batch, None, b"")  # type: ignore[arg-type]
         assert told[-1].input_ids.tolist() == [-1, -1]
 
 

@@ -13,6 +13,7 @@ import typing
 
 ABSENT = {"sgl_kernel"}
 HAS_A_FALLBACK = {"sgl_kernel.scalar_type"}
+ASKED_FOR = {"fused_qk_norm_cpu", "fused_qk_norm_rope_cpu"}  # kernels that a model does without if they are not there
 
 
 def any_schema(cls, source, handler):
@@ -78,12 +79,22 @@ def declare_torchvision_ops():
 
 
 def declare_kernel_ops():
-    """Kernels of linear attention that are looked up while it is imported."""
+    """Kernels that models look up while they are imported; calling one raises."""
     import torch
 
-    torch._sgl_kernel_ops = torch.library.Library("sgl_kernel", "FRAGMENT")
-    for op in ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu"):
-        torch._sgl_kernel_ops.define(f"{op}(Tensor absent) -> Tensor")
+    known = type(torch.ops.sgl_kernel)
+
+    class Absent(known):
+        def __getattr__(self, name):
+            if not name.endswith("_cpu") or name in ASKED_FOR:
+                return super().__getattr__(name)
+
+            def absent(*args, **kwargs):
+                raise NotImplementedError(f"torch.ops.sgl_kernel.{name} does not exist on this machine")
+
+            return absent
+
+    torch.ops.sgl_kernel.__class__ = Absent
 
 
 def give_cpu_streams():
