@@ -47,6 +47,7 @@ from .frame_parts import (
     tokens_before,
     write_shadow,
 )
+from .layer_parts import find_values, searched_layers
 
 TICKET_WORDS: Final = 24
 CARRIED_TILE: tl.constexpr = tl.constexpr(512)  # values a round of the one program that writes a ticket
@@ -279,7 +280,9 @@ def state_kernel(
 
 @_kernel(3)
 def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
-    """Put the bytes that a forward wrote into its frame and, if they are watched, its prefix's that changed without a write."""
+    """Put the bytes that a forward wrote into its frame, values that no model writes, and, if they are watched, its prefix's
+    bytes that changed without a write.
+    """
     if tl.load(ticket) != 0:
         streams = tl.load(descriptor_of(ticket) + 8)
         if tl.program_id(0) == 0:
@@ -297,4 +300,8 @@ def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
                 copy_written(program, ticket, bs, num_tokens, tiles, TILE)
             else:
                 compare_kv(program - written, ticket, bs, splits, TILE)
+        for stream in range(streams):
+            layers = searched_layers(descriptor_of(ticket), stream)
+            for row in range(tl.program_id(0).to(tl.int64), num_tokens * layers, tl.num_programs(0).to(tl.int64)):
+                find_values(stream, row // layers, row % layers, ticket, bs, num_tokens)
         _count_as_done(ticket, counters_of(ticket))

@@ -7,6 +7,7 @@ forward from a ticket (`frame_kernels`), so that a launch passes little.
 import triton
 import triton.language as tl
 
+from ..ops.hash.triton import hash_word
 from ..ops.state_hash.reference import POOL_WORDS as _POOL_WORDS
 from . import frames
 
@@ -26,15 +27,14 @@ KV_ENTRY = tl.constexpr(14)
 LENS_AT = tl.constexpr(15)
 ATTENTION_AT = tl.constexpr(16)
 ATTENTION_CAPACITY = tl.constexpr(17)
-PROGRAMS = tl.constexpr(18)  # of all launches together
+VALUES_AT = tl.constexpr(18)
+PROGRAMS = tl.constexpr(19)  # of all launches together
 
 # What `frames` says of descriptors, counters and entries.
 GROUPS_AT = tl.constexpr(frames.GROUPS_AT)
 GROUP_WORDS = tl.constexpr(frames.GROUP_WORDS)
 _LUTS_AT = tl.constexpr(frames.LUTS_AT)
 _LUT_WORDS = tl.constexpr(frames.LUT_WORDS)
-_STREAMS_AT = tl.constexpr(frames.STREAMS_AT)
-_STREAM_WORDS = tl.constexpr(frames.STREAM_WORDS)
 TABLES_AT = tl.constexpr(frames.TABLES_AT)
 TABLE_WORDS = tl.constexpr(frames.TABLE_WORDS)
 STATES_AT = tl.constexpr(frames.STATES_AT)
@@ -47,6 +47,9 @@ _NOT_READ = tl.constexpr(frames.NOT_READ)
 _UNCHANGED = tl.constexpr(frames.UNCHANGED)
 NUM_COUNTERS = tl.constexpr(frames.NUM_COUNTERS)
 ATTENTION_ENTRY = tl.constexpr(frames.ATTENTION_ENTRY)
+VALUE_KINDS = tl.constexpr(frames.VALUE_KINDS)
+STREAMS_AT = tl.constexpr(frames.STREAMS_AT)
+STREAM_WORDS = tl.constexpr(frames.STREAM_WORDS)
 
 
 @triton.jit
@@ -103,7 +106,7 @@ def descriptor_of(ticket):
 @triton.jit
 def table_of(descriptor, group):
     """The words of a group's block table."""
-    return descriptor + TABLES_AT + tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 5) * TABLE_WORDS
+    return descriptor + TABLES_AT + tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 4) * TABLE_WORDS
 
 
 @triton.jit
@@ -113,10 +116,41 @@ def shadow_row(of_table, row):
 
 
 @triton.jit
-def _word_of(at, cell):
-    """Where a slot's words begin, from the address of a stream's rows on."""
+def _turn(word, seed):
+    """What `layers` adds to the number of a layer or a piece; of 64-bit integers that are not negative."""
+    return (hash_word(word.to(tl.uint64) ^ seed.to(tl.uint64)) & 0xFFFFFF).to(tl.int64)
+
+
+@triton.jit
+def token_word(at, cell):
+    """Where a slot's token begins in a layer of a stream's, from the stream's address or the layer's on."""
     page = tl.load(at + 7)
     return cell // page * tl.load(at + 1) + cell % page * tl.load(at + 8)
+
+
+@triton.jit
+def _word_of(at, cell):
+    """Where a slot's captured words begin, from a stream's address on: of one that samples layers as `layers` says."""
+    word = token_word(at, cell)
+    num_layers = tl.load(at + 10)
+    if num_layers > 0:
+        num_chunks, seed = tl.load(at + 12), tl.load(at + 14)
+        turn = cell // num_layers
+        layer = (cell - turn * num_layers + _turn(turn, seed)) % num_layers
+        chunk = (turn + _turn(turn // num_chunks, seed + 1)) % num_chunks
+        word += tl.load(tl.load(at + 11).to(tl.pointer_type(tl.int64)) + layer)
+        word += tl.load(tl.load(at + 13).to(tl.pointer_type(tl.int64)) + chunk)
+    return word
+
+
+@triton.jit
+def written_slots(stream_at, i, mask, ticket, bs, num_tokens):
+    """The slots of a stream's group that tokens are written to, and which of them are slots of its pool."""
+    descriptor, group = descriptor_of(ticket), tl.load(stream_at + 5)
+    table = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 4)
+    loc = tl.load(frame_of(ticket) + 3 * bs + (2 + table) * num_tokens + i, mask=mask, other=-1)
+    slot = through_shadow(descriptor, group, loc, mask)
+    return slot, mask & (slot >= 0) & (slot < tl.load(stream_at + 2))
 
 
 @triton.jit
@@ -186,7 +220,7 @@ def copy_tokens(
     program, ids_in, positions_in, loc_in, num_loc, loc_stride, ticket, bs, num_tokens, LUT_INT64: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of tokens into the frame; stamp the slots that they are written to."""
+    """Copy a tile of tokens into the frame, where nothing is said of their values yet; stamp the slots that they are written to."""
     i = program * TILE + tl.arange(0, TILE).to(tl.int64)
     is_token = i < num_tokens
     tokens = frame_of(ticket) + 3 * bs
@@ -199,11 +233,14 @@ def copy_tokens(
         loc = tl.load(loc_in + table * loc_stride + i, mask=is_token & (i < num_loc), other=-1).to(tl.int64)
         tl.store(tokens + (2 + table) * num_tokens + i, loc, mask=is_token)
         _lut_changes(descriptor, ticket, loc, is_token, LUT_INT64)
+    values = frame_of(ticket) + tl.load(ticket + VALUES_AT)
+    for word in range(tl.load(descriptor + 10)):
+        tl.store(values + word * num_tokens + i, tl.zeros_like(ids), mask=is_token)
     for group in range(tl.load(descriptor + 6)):
         # Through the engine's own table: another program may not have moved the shadow on yet.
         at = descriptor + GROUPS_AT + group * GROUP_WORDS
         lut = tl.load(at + 1)
-        own = loc_in + tl.load(at + 5) * loc_stride
+        own = loc_in + tl.load(at + 4) * loc_stride
         loc = tl.load(own + i, mask=is_token & (i < num_loc), other=-1).to(tl.int64)
         slot = loc
         if lut >= 0:
@@ -325,17 +362,13 @@ def copy_written(program, ticket, bs, num_tokens, token_programs, TILE: tl.const
     tile = tl.arange(0, TILE).to(tl.int64)
     frame, descriptor = frame_of(ticket), descriptor_of(ticket)
     stream = program // token_programs
-    at = descriptor + _STREAMS_AT + stream * _STREAM_WORDS
+    at = descriptor + STREAMS_AT + stream * STREAM_WORDS
     i = (program % token_programs) * TILE + tile
     is_token = i < num_tokens
-    group = tl.load(at + 5)
-    table = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 5)
-    loc = tl.load(frame + 3 * bs + (2 + table) * num_tokens + i, mask=is_token, other=-1)
-    slot = through_shadow(descriptor, group, loc, is_token)
+    slot, inside = written_slots(at, i, is_token, ticket, bs, num_tokens)
     words = tl.load(at + 3)
     rows = tl.load(at).to(tl.pointer_type(tl.int64))
     shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
-    inside = is_token & (slot >= 0) & (slot < tl.load(at + 2))
     cell = tl.where(inside, slot, 0)
     there = rows + _word_of(at, cell)
     inputs = 3 * bs + (2 + tl.load(descriptor + 9)) * num_tokens
@@ -344,7 +377,7 @@ def copy_written(program, ticket, bs, num_tokens, token_programs, TILE: tl.const
         content = tl.load(there + word, mask=inside, other=0)
         tl.store(out + word, content, mask=is_token)
         tl.store(shadow + cell * words + word, content, mask=inside)
-    known = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 4).to(tl.pointer_type(tl.uint8))
+    known = tl.load(at + 9).to(tl.pointer_type(tl.uint8))
     tl.store(known + cell, tl.full([TILE], 1, tl.uint8), mask=inside)
 
 
@@ -357,7 +390,7 @@ def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
     stream = program // (bs * splits)
     request = (program // splits) % bs
     split = program % splits
-    at = descriptor + _STREAMS_AT + stream * _STREAM_WORDS
+    at = descriptor + STREAMS_AT + stream * STREAM_WORDS
     group = tl.load(at + 5)
     of_group = descriptor + GROUPS_AT + group * GROUP_WORDS
     row = tl.load(frame + request)
@@ -375,7 +408,7 @@ def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
         shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
         num_slots = tl.minimum(tl.load(at + 2), tl.load(of_group + 2))
         stamps = tl.load(of_group + 3).to(tl.pointer_type(tl.int32))
-        known = tl.load(of_group + 4).to(tl.pointer_type(tl.uint8))
+        known = tl.load(at + 9).to(tl.pointer_type(tl.uint8))
         for start in range(first + split * TILE, end, splits * TILE):
             position = start + tile
             mask = position < end

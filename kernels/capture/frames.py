@@ -19,14 +19,15 @@ from ..ops.state_hash.reference import POOL_WORDS, pool_words
 MAX_TABLES: Final = 4
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
-MAX_STREAMS: Final = 8
+MAX_STREAMS: Final = 16
 MAX_STATES: Final = 4
+VALUE_KINDS: Final = 3  # NaN, infinity, all zeros: as `layers` numbers them
 MAX_CARRIED: Final = 2  # tensors beside a frame's forward: what a full and a sliding-window pool give out
 
 # Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended; how
-# many slots attention got that differ.
-TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, DONE, ATTENTION = 0, 1, 2, 3, 4
-NUM_COUNTERS: Final = 5
+# many slots attention got that differ; how many rows were written with values that no model writes.
+TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, DONE, ATTENTION, VALUES = 0, 1, 2, 3, 4, 5
+NUM_COUNTERS: Final = 6
 
 # Words of an entry in each section of changes.
 TABLE_ENTRY: Final = 2  # row (and TABLE_OF_ENTRY times the runner's table), first position; then a slot for each position of a tile, or UNCHANGED
@@ -51,7 +52,7 @@ GROUP_WORDS: Final = 8
 LUTS_AT: Final = GROUPS_AT + MAX_GROUPS * GROUP_WORDS
 LUT_WORDS: Final = 4
 STREAMS_AT: Final = LUTS_AT + MAX_LUTS * LUT_WORDS
-STREAM_WORDS: Final = 10
+STREAM_WORDS: Final = 24
 TABLES_AT: Final = STREAMS_AT + MAX_STREAMS * STREAM_WORDS
 TABLE_WORDS: Final = 12
 STATES_AT: Final = TABLES_AT + MAX_TABLES * TABLE_WORDS
@@ -86,7 +87,8 @@ class GroupOnDevice(NamedTuple):
     lut: int  # index into the runner's full-to-SWA tables, -1 for none
     num_slots: int
     stamps: Any  # [num_slots] int32, the forward that wrote a slot
-    known: Any  # [num_slots] uint8
+    known: Any  # [num_slots] uint8: the bytes of which slots are known
+    sampled: Any  # the same of streams that hold other bytes of each slot; `known` if there are none
 
 
 class LutOnDevice(NamedTuple):
@@ -97,19 +99,49 @@ class LutOnDevice(NamedTuple):
     shadow: Any  # [length] int64
 
 
+class LayersOnDevice(NamedTuple):
+    """The layers of which a stream holds some bytes of each slot, as `layers.Layers` has them: 64-bit words."""
+
+    begins: Any  # [num_layers] int64, on the device
+    chunks: Any  # [num_chunks] int64, on the device
+    seed: int
+    lanes: tuple[
+        int, ...
+    ]  # `layers.words_on_device` of their type, empty if they are not searched for values no model writes
+
+    @property
+    def value_words(self) -> int:
+        """Words that say of a token in which of these layers it has such values: for each kind a bit of each layer."""
+        return VALUE_KINDS * -(-int(self.begins.numel()) // 64) if self.lanes else 0
+
+
 class StreamOnDevice(NamedTuple):
     """Where a stream's bytes lie, and their shadow."""
 
-    rows: Any  # [pages, bytes] uint8
+    address: int  # of the first slot's, a multiple of 8
+    num_slots: int
     shadow: Any  # [num_slots, words] int64
+    known: Any  # [num_slots] uint8: of which slots the shadow holds them
     group: int  # index into the runner's groups
-    page_size: int = 1  # slots of a row
-    bytes_per_token: int = 8  # from one to the next
+    page_size: int  # slots of a page
+    page_words: int  # from one page to the next
+    token_words: int  # from one slot of a page to the next
+    layers: LayersOnDevice | None = None
 
     @property
     def words(self) -> int:
         """Captured words of a slot."""
         return int(self.shadow.shape[1])
+
+    def descriptor(self, before: int, values_before: int) -> tuple[int, ...]:
+        """Return the words that kernels read it from; the streams before it have `before` captured words, and so many of values."""
+        held = (self.address, self.page_words, self.num_slots, self.words, self.shadow.data_ptr(), self.group, before)
+        there = (*held, self.page_size, self.token_words, self.known.data_ptr())
+        if self.layers is None:
+            return there
+        begins, chunks, seed, lanes = self.layers
+        layers = (*there, begins.numel(), begins.data_ptr(), chunks.numel(), chunks.data_ptr(), seed)
+        return (*layers, *lanes, values_before) if lanes else layers
 
 
 class StatesOnDevice(NamedTuple):
@@ -150,14 +182,16 @@ class RunnerOnDevice:
                 raise ValueError(f"the block table has dtype {table.dtype}, expected rows of int32")
         if len({str(lut.table.dtype) for lut in self.luts}) > 1:
             raise ValueError("full-to-SWA tables of several dtypes, expected one")
-        for stream in self.streams:
-            if stream.rows.stride(1) != 1 or stream.rows.stride(0) % 8 or stream.rows.data_ptr() % 8:
-                raise ValueError("a stream's bytes do not lie as aligned 64-bit words")
 
     @property
     def stream_words(self) -> tuple[int, ...]:
         """Captured words of a slot, of each stream."""
         return tuple(stream.words for stream in self.streams)
+
+    @property
+    def value_words(self) -> tuple[int, ...]:
+        """Words of a token that say where it has values that no model writes, of each stream."""
+        return tuple(0 if one.layers is None else one.layers.value_words for one in self.streams)
 
     @property
     def lut_int64(self) -> bool:
@@ -167,18 +201,15 @@ class RunnerOnDevice:
     def descriptor(self) -> list[int]:
         """Return the words that the kernels read all this from."""
         words = [0] * DESCRIPTOR_WORDS
-        words[6:10] = (len(self.groups), len(self.luts), len(self.streams), len(self.tables))
+        words[6:11] = (len(self.groups), len(self.luts), len(self.streams), len(self.tables), sum(self.value_words))
         for at, group in zip(range(GROUPS_AT, LUTS_AT, GROUP_WORDS), self.groups, strict=False):
-            addresses = (group.stamps.data_ptr(), group.known.data_ptr())
-            words[at : at + 6] = (group.window, group.lut, group.num_slots, *addresses, group.table)
+            words[at : at + 5] = (group.window, group.lut, group.num_slots, group.stamps.data_ptr(), group.table)
         for at, lut in zip(range(LUTS_AT, STREAMS_AT, LUT_WORDS), self.luts, strict=False):
             words[at : at + 3] = (lut.table.data_ptr(), lut.shadow.data_ptr(), lut.table.shape[0])
         before = 0
-        for at, stream in zip(range(STREAMS_AT, TABLES_AT, STREAM_WORDS), self.streams, strict=False):
-            num_slots = min(int(stream.rows.shape[0]) * stream.page_size, int(stream.shadow.shape[0]))
-            there = (stream.rows.data_ptr(), stream.rows.stride(0) // 8, num_slots)
-            words[at : at + 7] = (*there, stream.words, stream.shadow.data_ptr(), stream.group, before)
-            words[at + 7 : at + 9] = (stream.page_size, stream.bytes_per_token // 8)
+        for number, stream in enumerate(self.streams):
+            told, at = stream.descriptor(before, sum(self.value_words[:number])), STREAMS_AT + number * STREAM_WORDS
+            words[at : at + len(told)] = told
             before += stream.words
         for number, at in zip(range(len(self.tables)), range(TABLES_AT, STATES_AT, TABLE_WORDS), strict=False):
             words[at : at + 11] = self._table_words(number)
@@ -216,8 +247,8 @@ class FrameLayout:
     `inputs` words hold rows, prefix_lens, extend_lens `[bs]`, input_ids, positions and, of each of the runner's `tables`,
     out_cache_loc `[tokens]`; each stream's written bytes follow, `[tokens, words]`, then from `lens_at` on attention's sequence and query lengths, `[bs]` each;
     of each of `states` pools of recurrent state, and of each that has states saved, `[STATE_VALUES, bs]` from `states_at` on; what else the frame carries, at most
-    `carried` words from `carried_at` on: `fixed` words are always there. Then come the `sections`, by their words of `counters`: `words` in all. `ticket` is what
-    a ticket says of this. An entry of the table changes speaks of `tile` positions.
+    `carried` words from `carried_at` on: `fixed` words are always there. Then come the `sections`, by their words of `counters`, and from `values_at` on of each
+    stream that is searched `[tokens, VALUE_KINDS, -]` bits of layers: `words` in all. `ticket` is what a ticket says of this. An entry of the table changes speaks of `tile` positions.
     """
 
     def __init__(
@@ -231,6 +262,7 @@ class FrameLayout:
         kv_capacity: int,
         tile: int,
         attention_capacity: int = 0,
+        value_words: int = 0,
         tables: int = 1,
         carried: int = 0,
         states: int = 0,
@@ -246,8 +278,9 @@ class FrameLayout:
         kv = Section(lut.end, kv_capacity, KV_ENTRY + max(stream_words, default=0))
         attention = Section(kv.end, attention_capacity, ATTENTION_ENTRY)
         self.sections = {TABLE_CHANGES: table, LUT_CHANGES: lut, KV_CHANGES: kv, ATTENTION: attention}
-        self.words = attention.end
-        self.ticket = (*table[:2], *lut[:2], *kv, self.lens_at, *attention[:2])
+        self.values_at, self.values = attention.end, tokens * value_words
+        self.words = self.values_at + self.values
+        self.ticket = (*table[:2], *lut[:2], *kv, self.lens_at, *attention[:2], self.values_at)
 
 
 class CarriedValues(NamedTuple):

@@ -82,11 +82,24 @@ def find_values(
     `usual` `[num_layers] bool`. `rows` `[num_layers, 2] int64` takes how many rows of each layer are not all zeros, and are.
     """
     counts, first = np.zeros((slots.size, 3), np.int64), np.full((slots.size, 3), -1, np.int64)
-    *bits, width = _LANES[dtype]
-    lanes = np.array([word * sum(1 << at for at in range(0, 64, width)) for word in bits], np.uint64)
+    *words, width = lanes_of(dtype)
+    lanes = np.array(words, np.int64).view(np.uint64)
     given = (slots, judged, usual.view(np.uint8), rows)
     select(_find_values_loops, backend)(*layers, lanes, width, *given, counts, first)
     return counts, first
+
+
+def lanes_of(dtype: str) -> tuple[int, ...]:
+    """Return a type's bits in each value of a 64-bit word, as int64: exponent, its lowest, sign, mantissa; and a value's width."""
+    *bits, width = _LANES[dtype]
+    words = [word * sum(1 << at for at in range(0, 64, width)) for word in bits]
+    return (*(as_i64(word) for word in words), width)
+
+
+def words_on_device(dtype: str) -> tuple[int, ...]:
+    """Return the first four of `lanes_of`, and 1 + how far a carry out of the mantissa is from the sign."""
+    mantissa, width = _LANES[dtype][-2:]
+    return (*lanes_of(dtype)[:4], width - mantissa.bit_length())
 
 
 def prepare(backend: str) -> None:

@@ -2,14 +2,14 @@
 the cache if the pool holds something else after it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.changes import RowRuns, cell_changes, cells_to_runs, joined, row_changes
-from ...kernels.capture.layers import FLOATS, NARROW
+from ...kernels.capture.layers import FLOATS, NARROW, ZEROS
 from ..state.forward import UnusableEventError
 from ..state.tables import StateTables
 from ..state.writes import stays
@@ -19,7 +19,7 @@ from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS, SUBMITTED
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host, one_of
 from .kv_shadow import GroupKvShadow, of_runner
-from .kv_tensor import KvLayers
+from .kv_tensor import KvLayers, Values
 
 Submitted = Mapping[tuple[int, int], Any]
 # Columns of the event that a `CopiedForward` has under the same names.
@@ -178,7 +178,19 @@ def add_submitted(
     forward.kv_submitted = np.concatenate(parts)
 
 
-def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[str, Int64Array]:
+# What has a `Values` of a stream, by its number among the runner's: called with what reads it, the slots that are written `[n]`
+# and whether each is judged, as `KvLayers.values` has it.
+Search = Callable[[int, KvLayers, Int64Array, ByteArray], Values]
+
+
+def search_host(_stream: int, source: KvLayers, slots: Int64Array, judged: ByteArray) -> Values:
+    """Search the rows of slots that lie on the host."""
+    return source.values(slots, judged)
+
+
+def written_values(
+    forward: CopiedForward, groups: list[GroupKvShadow], search: Search = search_host
+) -> dict[str, Int64Array]:
     """Return the columns of the values that the forward's requests wrote and that no model writes.
 
     Of each request, stream and kind where the first one is: in the lowest layer, at its first token there.
@@ -194,11 +206,10 @@ def written_values(forward: CopiedForward, groups: list[GroupKvShadow]) -> dict[
             number += 1
             if not isinstance(source, KvLayers) or source.stream.dtype not in FLOATS:
                 continue
-            counts, layers = source.values(slots, judged)
-            if counts[:, 2].any():
-                empty = source.first_layer_is_zeros(slots, judged)
+            counts, layers, empty = search(number, source, slots, judged)
+            if counts[:, ZEROS].any():
                 small = source.stream.dtype in NARROW  # all of a token may be, as of a model without its adapter
-                counts[empty if small else _begin_with_nothing(empty, forward, request), 2] = 0
+                counts[empty if small else _begin_with_nothing(empty, forward, request), ZEROS] = 0
             for kind in np.flatnonzero(counts.any(axis=0)).tolist():
                 for r in np.unique(request[counts[:, kind] > 0]).tolist():
                     mine = np.flatnonzero((request == r) & (counts[:, kind] > 0))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.ops.oracle.reference import oracle_tokens
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE
 from ..writing.outbox import RecorderStats
@@ -20,6 +20,7 @@ from .forward_event import Submitted, add_submitted, forward_event, written_valu
 from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_forward
 from .host_arrays import own_int64, wrapped
 from .kv_shadow import of_runner, store_forward, watch
+from .kv_tensor import KvLayers, Values
 from .recording import guarded, prepare_kernels
 from .recurrent import StateChange
 
@@ -199,6 +200,24 @@ class Recorder(EventRecording):
                 return False
             store_forward(forward, self.kv, gathered)
             return True
+
+    def values_found(
+        self, forward: CopiedForward, found: Mapping[int, BoolArray], tokens: Int64Array | None
+    ) -> dict[str, Int64Array]:
+        """Return the columns of values that no model writes, of rows that a device has searched.
+
+        `found` has, by the streams that are searched, `[tokens, kinds, layers]`, nothing if there are none; those of the forward are
+        its `tokens`, None for all.
+        """
+
+        def search(stream: int, source: KvLayers, slots: Int64Array, judged: ByteArray) -> Values:
+            judged[(slots < 0) | (slots >= source.source.num_slots)] = 0
+            held = found.get(stream)
+            return source.values_found(
+                held if held is None else (held if tokens is None else held[tokens])[: slots.size], judged
+            )
+
+        return written_values(forward, self.kv, search)
 
     def known_bytes(self, group: int, slots: Int64Array) -> tuple[Int64Array, list[ByteArray]]:
         """Return those of a group's slots whose bytes the trace has, and of each stream `[n, capture_bytes]`."""

@@ -31,7 +31,7 @@ def build(kernel, numbers=0, **constants):
 
 
 types |= {"values": ("*i64", "*i64"), "carried": ("i32",) * 4}
-build(inside.write_ticket_kernel, 16)
+build(inside.write_ticket_kernel, 17)
 build(inside.begin_kernel, 6, HAS_MINUS=True, HAS_EXTEND=True, HAS_LENS=False, LUT_INT64=False, TILE=512)
 build(inside.begin_kernel, 6, HAS_MINUS=False, HAS_EXTEND=False, HAS_LENS=True, LUT_INT64=True, TILE=512)
 build(inside.attention_kernel, HAS_QO=True, HAS_WINDOW=True, TILE=512)
@@ -55,11 +55,13 @@ def test_they_compile_for_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("bs", [0, 1, 5])
 def test_sections_follow_one_another(bs):
-    layout = FrameLayout(bs=bs, tokens=7, stream_words=(2, 4), table_capacity=3, lut_capacity=2, kv_capacity=5, tile=16)
+    sizes = {"table_capacity": 3, "lut_capacity": 2, "kv_capacity": 5, "tile": 16, "value_words": 9}
+    layout = FrameLayout(bs=bs, tokens=7, stream_words=(2, 4), **sizes)
     assert layout.lens_at == 3 * bs + 3 * 7 + 7 * 6
     assert layout.fixed == layout.lens_at + 2 * bs
     table, lut, kv, attention = (layout.sections[sort] for sort in (TABLE_CHANGES, LUT_CHANGES, KV_CHANGES, ATTENTION))
     assert table == (layout.fixed, 3, 18)
     assert lut == (table.at + 3 * 18, 2, 3)
     assert kv == (lut.at + 2 * 3, 5, 6)
-    assert layout.words == attention.at == kv.at + 5 * 6
+    assert layout.values_at == attention.at == kv.at + 5 * 6
+    assert layout.words == layout.values_at + 7 * 9

@@ -92,7 +92,7 @@ def test_values_that_no_model_writes_are_found_in_their_layer(dtype: str, backen
     looked, slots = read(source, backend=backend), np.arange(1, SLOTS)
     judged = np.full(slots.size, 2, np.uint8)
     for _ in range(1 + USUAL_ROWS // slots.size):
-        counts, layers = looked.values(slots, judged)
+        counts, layers, _ = looked.values(slots, judged)
         assert not counts.any() and (layers == -1).all()
     values[1, 5, 1, 15] = values[2, 5, 0, 0] = math.nan
     if dtype != "float8_e4m3fn":
@@ -100,7 +100,7 @@ def test_values_that_no_model_writes_are_found_in_their_layer(dtype: str, backen
     values[2, 7] = 0
     values[2, 7, 0, 1] = -0.0
     values[0, 8] = 0  # a group's first layer
-    counts, layers = looked.values(slots, judged)
+    counts, layers, _ = looked.values(slots, judged)
     found = {(int(slots[n]), kind): (counts[n, kind], layers[n, kind]) for n, kind in np.argwhere(counts).tolist()}
     expected = {(5, NAN): (2, 1), (6, INFINITE): (1, 2), (7, ZEROS): (1, 2)}
     if dtype == "float8_e4m3fn":
@@ -127,12 +127,44 @@ def test_rows_of_zeros_say_nothing_of_a_layer_that_has_always_had_some(backend: 
         (np.zeros((SLOTS, 10), np.uint8), "slot byte"),
         (np.zeros((16, SLOTS), np.uint8), "byte slot"),
         (np.zeros((SLOTS, 17), np.uint8)[:, 1:], "slot byte"),
-        (torch.empty((SLOTS, 16), dtype=torch.uint8, device="meta"), "slot byte"),
     ],
-    ids=["10 bytes", "slots innermost", "odd rows", "not on the host"],
+    ids=["10 bytes", "slots innermost", "odd rows"],
 )
 def test_what_cannot_be_read_is_refused(pool, axes: str) -> None:
     source = KvTensor(tensor=(pool, pool), axes=axes)
     stream = KvTensor(tensor=(np.zeros((4, 32), np.uint8),) * 2, axes="slot byte")
     with pytest.raises(ValueError, match="cannot be looked at in turn"):
         KvLayers(source, stream.sampling_stream("K", layers=(0, 1), seed=1), slot_shift=0, backend="cpu")
+
+
+@pytest.mark.parametrize("axes", LAYOUTS)
+def test_what_lies_on_a_device_is_gathered_as_on_the_host(axes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = RNG.integers(1, 99, (LAYERS, SLOTS, HEADS, DIM)).astype(np.float32)
+    source = KvTensor(tensor=tuple(torch.from_numpy(LAYOUTS[axes](layer).copy()) for layer in tokens), axes=axes)
+    slots = np.array([1, 24, 7, 7, 0, 25, -1, 12, 13])
+    expected = read(source, backend="cpu", shift=1)
+    monkeypatch.setattr(KvTensor, "on_device", True)
+    looked = read(source, backend="cpu", shift=1)
+    np.testing.assert_array_equal(looked.gather(slots), expected.gather(slots))
+    assert not looked.plainly_same(slots, looked.gather(slots), np.ones(25, np.uint8))  # nobody has looked
+    with pytest.raises(ValueError, match="is searched there"):
+        looked.values(slots, np.ones(slots.size, np.uint8))
+
+
+def test_rows_that_a_device_has_found_are_counted_as_those_of_the_host() -> None:
+    values = floats("bfloat16")
+    source = KvTensor(tensor=tuple(values), axes="slot head dim")
+    host, device = read(source, backend="cpu"), read(source, backend="cpu")
+    for step in range(12):
+        slots = RNG.integers(0, SLOTS, 9)
+        judged = RNG.integers(0, 3, 9).astype(np.uint8)
+        if step > 5:
+            values[RNG.integers(0, LAYERS), RNG.integers(0, SLOTS)] = [math.nan, math.inf, 0.0][step % 3]
+        rows = values[:, slots].float().reshape(LAYERS, slots.size, -1)
+        held = torch.stack((rows.isnan().any(2), rows.isinf().any(2), (rows == 0).all(2))).permute(2, 0, 1).numpy()
+        told = host.values(slots, judged)
+        found = device.values_found(held if held.any() else None, judged)
+        np.testing.assert_array_equal(told.counts, found.counts)
+        np.testing.assert_array_equal(told.first, found.first)
+        if told.counts[:, ZEROS].any():
+            np.testing.assert_array_equal(told.empty, found.empty)

@@ -179,6 +179,7 @@ class DeviceCapture:
             kv_capacity=min(len(words) * bs * width, KV_CHANGES),
             tile=self._tile,
             attention_capacity=ATTENTION_CHANGES if attention else 0,
+            value_words=sum(known.value_words),
             tables=tables,
             carried=MAX_CARRIED * tokens if self.carries and tokens <= CARRYING_TOKENS else 0,
             states=states,

@@ -297,7 +297,9 @@ class FrameDecoder:
         written, written_to = iter(frame.written), self._written(in_flight.runner, frame)
         gathered = {g: [next(written) for _ in self._header.groups[g].streams] for g in written_to}
         forward.written = tuple(written_to.get(g, _NOTHING) for g in range(len(self._header.groups)))
-        for one, content, places in _forwards(forward, gathered, in_flight.parts, kept):
+        for one, content, places, tokens in _forwards(forward, gathered, in_flight.parts, kept):
+            if not one.failed:
+                one.values = self._recorder.values_found(one, frame.values, tokens)
             chosen = truth if truth is None or places is None else [truth[r] for r in places]
             own = lens if places is None else lens[places]
             one.changes |= self._truth.changes(one.rows, chosen, own, last_lens=last_lens)
@@ -333,14 +335,14 @@ def _forwards(
     gathered: dict[int, list[ByteArray]],
     parts: Sequence[ForwardPart],
     kept: Int64Array | None,
-) -> Iterator[tuple[CopiedForward, dict[int, list[ByteArray]], list[int] | None]]:
-    """Yield the forwards that a frame holds, their bytes, and the places of their requests, None for all.
+) -> Iterator[tuple[CopiedForward, dict[int, list[ByteArray]], list[int] | None, Int64Array | None]]:
+    """Yield the forwards that a frame holds, their bytes, and the places of their requests and of their tokens, None for all.
 
     What changed without a write, of tables and bytes, goes with the first. Of each request's tokens the first `kept` `[bs]`
     are left, and none of a request without any; None for all.
     """
     if len(parts) < 2 and kept is None:
-        yield forward, gathered, None
+        yield forward, gathered, None, None
         return
     begins = np.cumsum(forward.extend_lens) - forward.extend_lens
     extend = forward.extend_lens if kept is None else kept
@@ -365,7 +367,8 @@ def _forwards(
             changes={} if number else forward.changes,
             kv_changes=[] if number else forward.kv_changes,
         )
-        yield one, {g: [rows[tokens] for rows in streams] for g, streams in gathered.items()}, places.tolist()
+        content = {g: [rows[tokens] for rows in streams] for g, streams in gathered.items()}
+        yield one, content, places.tolist(), tokens
 
 
 def _of_part(values: Int64Array, number: int) -> Int64Array:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import ByteArray, Int64Array
+from ....kernels.arrays import BoolArray, ByteArray, Int64Array
 from ....kernels.capture.changes import cells_to_runs
 from ....kernels.capture.frames import (
     ATTENTION,
@@ -20,6 +20,8 @@ from ....kernels.capture.frames import (
     TABLE_ENTRY,
     TABLE_OF_ENTRY,
     UNCHANGED,
+    VALUE_KINDS,
+    VALUES,
 )
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
 from ..forward_event import attention_columns
@@ -44,6 +46,9 @@ class Frame:
     complete: bool  # all changes of tables are there
     all_luts: bool  # those of full-to-SWA tables are
     carried: list[Int64Array]  # what `FrameInFlight.carried` has
+    # Of each stream that is searched, by its number among the runner's, whether rows have values that no model writes,
+    # `[tokens, VALUE_KINDS, layers]`; nothing if none does.
+    values: dict[int, BoolArray]
 
 
 class Fetched(NamedTuple):
@@ -173,6 +178,7 @@ class FrameReader:
             complete=all_tables and all_luts,
             all_luts=all_luts,
             carried=_carried(in_flight, fixed),
+            values=self._values(in_flight, real_tokens) if counters[VALUES] else {},
         )
 
     def _section(self, in_flight: FrameInFlight, counters: list[int], sort: int) -> tuple[Int64Array, bool]:
@@ -181,6 +187,19 @@ class FrameReader:
         kept = min(counters[sort], section.capacity)
         content = self._fetch(in_flight.at + section.at, kept * section.entry).copy() if kept else _NOTHING
         return content.reshape(kept, section.entry), kept == counters[sort]
+
+    def _values(self, in_flight: FrameInFlight, real_tokens: int) -> dict[int, BoolArray]:
+        layout, found, at = in_flight.layout, {}, 0
+        words = self._fetch(in_flight.at + layout.values_at, layout.values).copy()
+        for number, stream in enumerate(self._capture.shadows.runners[in_flight.runner].streams):
+            if stream.layers is None or not stream.layers.lanes:
+                continue
+            each = stream.layers.value_words // VALUE_KINDS
+            mine = words[at : at + layout.tokens * VALUE_KINDS * each].reshape(layout.tokens, VALUE_KINDS, each)
+            bits = np.unpackbits(mine[:real_tokens].view(np.uint8), axis=2, bitorder="little").astype(np.bool_)
+            found[number] = bits[:, :, : int(stream.layers.begins.numel())]
+            at += mine.size
+        return found
 
     def _fetch(self, at: int, words: int) -> Int64Array:
         """Return a stretch of the frames, valid until the next call."""

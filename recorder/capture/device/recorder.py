@@ -25,6 +25,7 @@ from ...trace.schema import LATE, RAN_BEFORE, RECEIVE, TIER_POOL, TransferDirect
 from ...writing.outbox import RecorderStats
 from ..forward_input import CopiedForward
 from ..host_arrays import own_int64, runs_to_slots
+from ..kv_tensor import KvTensor
 from ..recorder import Recorder
 from ..recording import beginning
 from ..recurrent import StateChange
@@ -91,6 +92,10 @@ def recorded_later(
     return call
 
 
+class _Recorder(Recorder):
+    captured_on_device = True
+
+
 class DeviceRecorder:
     """Records one engine whose block tables and pools are CUDA tensors; has the recording methods of `Recorder`.
 
@@ -119,14 +124,16 @@ class DeviceRecorder:
         *,
         tables: Sequence[Any],
         luts: Sequence[Any],
-        kv_sources: Mapping[tuple[int, int], KvSource],
+        kv_sources: Mapping[tuple[int, int], KvSource | KvTensor],
         state_sources: Mapping[int, Sequence[Any]] | None = None,
         kv_watch_every: int = 1,
         frame_bytes: int = 64 << 20,
         **writer_options: Any,
     ) -> None:
         shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources, states=state_sources)
-        self.recorder = Recorder(path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options)
+        self.recorder: Recorder = _Recorder(
+            path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options
+        )
         self.header = self.recorder.header
         with beginning(self.recorder):
             self._capture = DeviceCapture(shadows, frame_bytes=frame_bytes, watch_every=kv_watch_every)

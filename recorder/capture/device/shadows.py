@@ -12,16 +12,19 @@ from ....kernels.capture.frames import (
     TABLES_AT,
     EngineTable,
     GroupOnDevice,
+    LayersOnDevice,
     LutOnDevice,
     RunnerOnDevice,
     StatesOnDevice,
     StreamOnDevice,
     TableOnDevice,
 )
+from ....kernels.capture.layers import FLOATS, words_on_device
 from ....kernels.ops.hash.kv_source import KvSource
 from ....kernels.ops.state_hash.reference import POOL_WORDS
-from ...trace.header import TraceHeader
+from ...trace.header import KvStream, TraceHeader
 from ..host_arrays import own_int64
+from ..kv_tensor import KvTensor, LayerPlaces
 
 HASHING_PROGRAMS: Final = 64  # of what is changed between forwards: few slots
 
@@ -40,7 +43,7 @@ class DeviceShadows:
         *,
         tables: Sequence[Any],
         luts: Sequence[Any],
-        sources: Mapping[tuple[int, int], KvSource],
+        sources: Mapping[tuple[int, int], KvSource | KvTensor],
         states: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
         import torch
@@ -71,21 +74,27 @@ class DeviceShadows:
                 raise ValueError(f"runner {number} has ring buffers, which must be looked at before a forward")
             # A replay puts what any forward writes into all tables, so runners with tables of their own have them all.
             used_tables = list(range(len(known_tables))) if apart else sorted({group.table for _, group in mine}) or [0]
-            groups = [
-                GroupOnDevice(
-                    number=g,
-                    table=used_tables.index(group.table),
-                    window=group.window,
-                    lut=used.index(group.lut) if group.lut >= 0 else -1,
-                    num_slots=group.num_slots,
-                    stamps=zeros((group.num_slots,), torch.int32),
-                    known=zeros((group.num_slots,), torch.uint8),
+            groups = []
+            for g, group in mine:
+                known = zeros((group.num_slots,), torch.uint8)
+                samples = any(stream.samples for stream in group.streams)
+                groups.append(
+                    GroupOnDevice(
+                        number=g,
+                        table=used_tables.index(group.table),
+                        window=group.window,
+                        lut=used.index(group.lut) if group.lut >= 0 else -1,
+                        num_slots=group.num_slots,
+                        stamps=zeros((group.num_slots,), torch.int32),
+                        known=known,
+                        sampled=zeros((group.num_slots,), torch.uint8) if samples else known,
+                    )
                 )
-                for g, group in mine
-            ]
             streams = [
-                _stream(sources[g, s], zeros((group.num_slots, stream.capture_bytes // 8), torch.int64), place)
-                for place, (g, group) in enumerate(mine)
+                _stream(
+                    sources[g, s], stream, zeros((group.num_slots, stream.capture_bytes // 8), torch.int64), place, to
+                )
+                for place, ((g, group), to) in enumerate(zip(mine, groups, strict=True))
                 for s, stream in enumerate(group.streams)
             ]
             runner = RunnerOnDevice(
@@ -134,7 +143,7 @@ class DeviceShadows:
         where = torch.from_numpy(slots).to(shadow.known.device)
         for stream, rows in zip(streams, content, strict=True):
             stream.shadow[where] = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64)).to(where.device)
-        shadow.known[where] = 1
+        shadow.known[where] = shadow.sampled[where] = 1
 
     def copy(self, group: int, src: Int64Array | None, dst: Int64Array) -> None:
         """Copy what is known of whole slots, all read before any is written; `src` None: nothing is known of `dst` now.
@@ -147,18 +156,21 @@ class DeviceShadows:
             inside &= (src >= 0) & (src < shadow.num_slots)
         there = _sent(dst[inside], shadow.known.device)
         if src is None:
-            shadow.known[there] = 0
+            shadow.known[there] = shadow.sampled[there] = 0
             return
         here = _sent(src[inside], shadow.known.device)
         for stream in streams:
             stream.shadow[there] = stream.shadow[here]
         shadow.known[there] = shadow.known[here]
+        if shadow.sampled is not shadow.known:
+            shadow.sampled[there] = 0  # of each slot other bytes are looked at
 
     def forget_slots(self, group: int, slots: Any) -> None:
         """Take slots' bytes for unknown; `slots` `[n]`, any integers, in the group's own numbering, none outside."""
-        known = self._find(group)[0].known
-        there = _sent(slots, known.device) if isinstance(slots, np.ndarray) else slots.to(known.device).long()
-        known[there] = 0
+        shadow = self._find(group)[0]
+        where = shadow.known.device
+        there = _sent(slots, where) if isinstance(slots, np.ndarray) else slots.to(where).long()
+        shadow.known[there] = shadow.sampled[there] = 0
 
     def hash_states(self, pool: int, slots: Any, sources: Any | None) -> Any:
         """Return what slots of a state pool hold by now, `[3 * n] int64`: slots, sources (-1 for None) and hashes.
@@ -237,13 +249,41 @@ def _states(header: TraceHeader, pool: int, parts: Sequence[Any]) -> StatesOnDev
     return StatesOnDevice(pool, rows, said.num_slots)
 
 
-def _stream(source: KvSource, shadow: Any, group: int) -> StreamOnDevice:
+def _stream(
+    source: KvSource | KvTensor, stream: KvStream, shadow: Any, place: int, group: GroupOnDevice
+) -> StreamOnDevice:
+    """Return where a stream of a group's, by its place among the runner's, lies."""
+    import torch
+
+    if isinstance(source, KvTensor):
+        places = LayerPlaces.of(source)
+        if not stream.samples or source.first_slot:
+            raise ValueError("a KvTensor on a device, expected one of a stream that samples layers, from slot 0 on")
+        begins, chunks = (torch.from_numpy(words).to(shadow.device) for words in (places.begins, places.chunks))
+        lanes = words_on_device(stream.dtype) if stream.dtype in FLOATS else ()
+        return StreamOnDevice(
+            address=places.address,
+            num_slots=min(places.num_slots, group.num_slots),
+            shadow=shadow,
+            known=group.sampled,
+            group=place,
+            page_size=places.page_size,
+            page_words=places.page_words,
+            token_words=places.token_words,
+            layers=LayersOnDevice(begins, chunks, stream.seed, lanes),
+        )
+    rows = source.tensor
     if source.page_size > 1 and source.bytes_per_token % 8:
         raise ValueError(f"tokens of {source.bytes_per_token} bytes in a page, expected 64-bit words")
+    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 8:
+        raise ValueError("a stream's bytes do not lie as aligned 64-bit words")
     return StreamOnDevice(
-        rows=source.tensor,
+        address=rows.data_ptr(),
+        num_slots=min(int(rows.shape[0]) * source.page_size, group.num_slots),
         shadow=shadow,
-        group=group,
+        known=group.known,
+        group=place,
         page_size=source.page_size,
-        bytes_per_token=source.bytes_per_token if source.page_size > 1 else 8,
+        page_words=rows.stride(0) // 8,
+        token_words=source.bytes_per_token // 8 if source.page_size > 1 else 1,
     )

@@ -209,7 +209,7 @@ class SglangLayout:
             )
             found.append((stream, KvSource(tensor=rows[0], page_size=1, bytes_per_token=size, read_bytes=read)))
             alike = all(row is not None and row.shape == rows[0].shape for row in rows)
-            if self._seed is not None and alike and not on_gpu(rows[0]):
+            if self._seed is not None and alike:
                 ids = numbers if len(numbers) == len(rows) else tuple(range(numbers[0], numbers[0] + len(rows)))
                 source = KvTensor(tensor=tuple(rows), axes="slot byte")
                 sampled.append((source.sampling_stream(half, layers=ids, seed=self._seed, dtype=dtype), source))

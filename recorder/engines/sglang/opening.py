@@ -10,6 +10,7 @@ from ...capture.recorder import Recorder
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
 from ..common.injecting import recorder_class
+from ..common.sampled import without_samples
 from .inside import InsideModels
 from .layers import not_read
 from .layout import SglangLayout, on_gpu
@@ -68,6 +69,7 @@ def open_recorder(
             note = f"every forward waits for the device: {error}"
             logger.warning("kvcanary: %s", note)
             header = dataclasses.replace(header, notes=(*header.notes, note))
+            header, options["kv_sources"] = without_samples(header, layout.sources)
             if header.states:
                 header, unseen = without_states(header, note)
                 header = dataclasses.replace(header, not_watched=(*header.not_watched, *unseen))

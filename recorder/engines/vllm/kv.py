@@ -145,17 +145,17 @@ class KvCapture:
         return {half for half, how in axes.items() if how == PLAIN} if streams else set()
 
     def _sample(self, group: Any, layers: list[Any], plain: set[str], seed: int) -> None:
-        """Add what samples all layers of a group, of the halves that lie in the host's memory as they are handed in."""
+        """Add what samples all layers of a group, of the halves that lie in memory as they are handed in."""
         pools = [cache_of(layer) for layer in layers]
-        if any(kv is None or kv.device.type != "cpu" or kv.shape != pools[0].shape for kv in pools):
+        if any(kv is None or kv.shape != pools[0].shape or kv.device != pools[0].device for kv in pools):
             return
         numbers = tuple(layer_number(name) for name in group.layers)
         dtype = cache_dtype(layers[0], pools[0])
         for half in sorted(plain):
-            tensors = tuple(whole_half(kv, group.spec, half) for kv in pools)
-            if len(numbers) != len(tensors) or any(tensor is None for tensor in tensors):
+            wholes = [whole_half(kv, group, half) for kv in pools]
+            tensors, (_, axes) = tuple(tensor for tensor, _ in wholes), wholes[0]
+            if len(numbers) != len(tensors) or not axes:
                 return
-            axes = "block slot dim" if tensors[0].dim() == 3 else "block head slot dim"
             source, streams = KvTensor(tensor=tensors, axes=axes), self.streams[group.index]
             scales = {cache_scale(layer, half) for layer in layers}
             scale = scales.pop() if len(scales) == 1 else 0.0
@@ -199,18 +199,25 @@ def cache_scale(layer: Any, half: str) -> float:
     return float(found) if isinstance(found, float | int) and 0 < found < math.inf else 0.0
 
 
-def whole_half(kv: Any, spec: Any, half: str) -> Any:
-    """Return a half of a cache on the CPU with all its heads, `[blocks, heads, tokens, dim]`, of a latent `[blocks, tokens, width]`.
+def whole_half(kv: Any, group: Any, half: str) -> tuple[Any, str]:
+    """Return a half of a cache that `head_views` knows with all its heads, and the names of its axes, "" for an unknown layout.
 
-    None for a layout that is not known.
+    On the CPU `[blocks, heads, tokens, K and V]` holds all K of a block before all V.
     """
-    if len(kv.shape) == 3:
-        return kv
-    if len(kv.shape) != 4 or int(kv.shape[3]) != 2 * int(spec.head_size):
-        return None
-    blocks, heads, tokens, width = (int(n) for n in kv.shape)
+    shape, value = tuple(int(n) for n in kv.shape), half == "V"
+    if len(shape) == 3:
+        return kv, "block slot dim"
+    if len(shape) == 5:
+        first = shape[0] == 2 and shape[1] * shape[2] == group.num_slots
+        return (kv[int(value)] if first else kv[:, int(value)]), "block slot head dim"
+    size = int(group.spec.head_size)
+    if len(shape) != 4 or (kv.device.type == "cpu" and shape[3] != 2 * size):
+        return kv, ""
+    if kv.device.type != "cpu":
+        return (kv[..., size:] if value else kv[..., :size]), "block head slot dim"
+    blocks, heads, tokens, width = shape
     both = kv.view(blocks, heads, 2 * tokens, width // 2)
-    return both[:, :, :tokens] if half == "K" else both[:, :, tokens:]
+    return (both[:, :, tokens:] if value else both[:, :, :tokens]), "block head slot dim"
 
 
 def head_views(kv: Any, spec: Any, num_slots: int) -> dict[str, Any]:

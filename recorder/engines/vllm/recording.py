@@ -20,6 +20,7 @@ from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true
 from ..common.injecting import recorder_class
+from ..common.sampled import without_samples
 from .attention import AttentionReader, chosen_attention, same_attention
 from .blocks import BlockHistory, record_copies
 from .connectors.external import ExternalLoads, connector_of
@@ -117,6 +118,8 @@ class VllmRecording:
             header = layout.states.without(dataclasses.replace(header, notes=(*header.notes, note)), note)
         if not is_v1(runner):
             header = layout.unseen_of_v2(header)
+        if on_gpu(runner):
+            header, options["kv_sources"] = without_samples(header, layout.kv.sources)
         return recorder_class(settings.inject)(path, header, **options)
 
     def attach(self, on_fault: OnFault, on_history_fault: OnFault) -> None:

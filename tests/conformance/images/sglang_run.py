@@ -32,15 +32,10 @@ def plant(fault: str) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     if fault == "key":
-        from sglang.srt.managers.schedule_batch import MultimodalDataItem
+        from sglang.srt.managers import schedule_batch
 
-        told = MultimodalDataItem.set_pad_value
-
-        def set_pad_value(item: Any) -> None:
-            told(item)
-            item.pad_value = 1_000_003
-
-        MultimodalDataItem.set_pad_value = set_pad_value
+        padded = schedule_batch._compute_pad_values
+        schedule_batch._compute_pad_values = lambda identity: padded(bytes(len(identity)))
     if fault == "fed":
         made = ForwardBatch._compute_mrope_positions
 

@@ -9,6 +9,7 @@ from kvcanary.kernels.ops.hash.kv_source import KvSource
 from kvcanary.recorder.capture.device.forward import BatchRequests, DeviceForward
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.capture.forward_input import ForwardInput, TruthTokens
+from kvcanary.recorder.capture.kv_tensor import KvTensor
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.trace.header import KvStream, PoolGroup, Runner, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import TraceReader
@@ -17,6 +18,7 @@ from kvcanary.recorder.trace.reader import TraceReader
 model_forward.PROGRAMS = 6
 model_forward.TILE = 16
 
+VALUES = ("request", "stream", "kind", "layer", "token", "rows")
 ROWS, WIDTH, SLOTS, SWA_SLOTS, BYTES, CAPTURE = 6, 40, 160, 96, 48, 16
 
 
@@ -28,10 +30,23 @@ class Tokens:
         return np.array(self.all[start:stop], np.int64)
 
 
-class Engine:
-    """`swa` adds a sliding-window group behind a full-to-SWA table, `int_type` is what its tensors hold."""
+LAYOUTS = {  # of a layer, [slots, heads, dim]
+    "slot head dim": lambda rows: rows,
+    "head slot dim": lambda rows: rows.transpose(0, 1).contiguous(),
+    "block slot head dim": lambda rows: rows.reshape(-1, 4, *rows.shape[1:]),
+    "block head slot dim": lambda rows: rows.reshape(-1, 4, *rows.shape[1:]).transpose(1, 2).contiguous(),
+}
+SAMPLED_LAYERS, HEADS, DIM = 3, 2, 32
 
-    def __init__(self, folder, rng, *, swa=False, int_type=torch.int64, lut_type=torch.int64, watch_every=1, **more):
+
+class Engine:
+    """`swa` adds a sliding-window group behind a full-to-SWA table, `int_type` is what its tensors hold; `sampled` are an
+    axes string and a float type: then all layers of pools of that are sampled, and searched.
+    """
+
+    def __init__(
+        self, folder, rng, *, swa=False, int_type=torch.int64, lut_type=torch.int64, watch_every=1, sampled=None, **more
+    ):
         self.rng, self.int_type = rng, int_type
         self.table = torch.zeros((ROWS, WIDTH), dtype=torch.int32)
         self.luts = [torch.zeros(SLOTS, dtype=lut_type)] if swa else []
@@ -42,6 +57,18 @@ class Engine:
             for s in range(2)
         }
         streams = tuple(KvStream(half=half, bytes_per_token=BYTES, capture_bytes=CAPTURE) for half in "KV")
+        self.layers, more_streams, tensors = {}, (), {}
+        for g, size in enumerate(sizes if sampled else ()):
+            axes, dtype = sampled
+            for s, half in enumerate("KV"):
+                given = rng.integers(0, 256, (SAMPLED_LAYERS, size, HEADS, DIM * dtype.itemsize), dtype=np.uint8)
+                rows = finite(torch.from_numpy(given).view(dtype))
+                self.layers[g, s] = [LAYOUTS[axes](layer) for layer in rows]
+                tensors[g, s] = KvTensor(tensor=tuple(self.layers[g, s]), axes=axes)
+                if not g:
+                    stream = tensors[g, s].sampling_stream(half, layers=tuple(range(SAMPLED_LAYERS)), seed=11)
+                    more_streams += (stream,)
+        streams += more_streams
         groups = [PoolGroup(name="full", num_slots=SLOTS, streams=streams)]
         if swa:
             groups.append(PoolGroup(name="swa", kind="swa", window=7, lut=0, num_slots=SWA_SLOTS, streams=streams))
@@ -55,7 +82,7 @@ class Engine:
         sources = {
             key: KvSource(tensor=pool, page_size=1, bytes_per_token=BYTES, read_bytes=CAPTURE)
             for key, pool in self.pools.items()
-        }
+        } | {(g, 2 + s): source for (g, s), source in tensors.items()}
         self.host = Recorder(folder / "host.arrow", header, kv_sources=sources, kv_watch_every=watch_every)
         self.device = DeviceRecorder(
             folder / "device.arrow",
@@ -140,6 +167,13 @@ class Engine:
         return events(self.host.path), events(self.device.path)
 
 
+def finite(rows):
+    """Return random floats without any that no model writes, and not all zeros."""
+    dtype, rows = rows.dtype, rows.float()
+    rows = torch.where(torch.isfinite(rows), rows, 1.0)
+    return torch.where(rows.abs() < 0.01, 0.5, rows.clamp(-200, 200)).to(dtype)
+
+
 def events(path):
     with TraceReader(path) as reader:
         return [
@@ -166,6 +200,7 @@ def events(path):
                         "slot_count",
                     )
                 },
+                "values": sorted(zip(*(view.ints(f"value_{name}").tolist() for name in VALUES), strict=True)),
                 "kv_bytes": view.bytes("kv_bytes").tobytes(),
                 "kv_changes": _kv_changes(view),
             }
@@ -232,9 +267,39 @@ def random_forward(engine, rng):
                     pool[slot] = torch.from_numpy(rng.integers(0, 256, BYTES, dtype=np.uint8))
             if rng.random() < 0.5:
                 pool[int(rng.integers(0, len(pool))), int(rng.integers(0, BYTES))] ^= 0x08
+        for (group, _), layers in engine.layers.items():
+            slots = loc if not group else [int(engine.luts[0][s]) if 0 <= s < SLOTS else -1 for s in loc]
+            write_layers(layers, [slot for slot in slots if 0 <= slot < [SLOTS, SWA_SLOTS][group]], rng)
 
     ids, positions = rng.integers(0, 99, tokens).tolist(), rng.integers(0, WIDTH, tokens).tolist()
     engine.forward(mode, rows, prefix, extend, loc.tolist(), ids, positions, during=during)
+
+
+def write_layers(layers, slots, rng):
+    """Write some slots of all layers, now and then what no model writes, and change a value that nobody wrote."""
+    for layer in layers:
+        flat = layer.view(torch.uint8)
+        for slot in slots:
+            row = rows_of(layer, slot)
+            given = rng.integers(0, 256, (HEADS, DIM * layer.dtype.itemsize), dtype=np.uint8)
+            row.copy_(finite(torch.from_numpy(given).view(layer.dtype)))
+            chance = rng.random()
+            if chance < 0.04:
+                row[int(rng.integers(0, HEADS)), int(rng.integers(0, DIM))] = float("nan")
+            elif chance < 0.08:  # some types have no infinity: then it is a NaN
+                row[int(rng.integers(0, HEADS)), int(rng.integers(0, DIM))] = float("-inf")
+            elif chance < 0.1:
+                row.fill_(-0.0)
+        if rng.random() < 0.5:
+            flat.view(-1)[int(rng.integers(0, flat.numel()))] ^= 0x01
+
+
+def rows_of(layer, slot):
+    """Return a slot's row of a layer in any of the layouts, `[heads, dim]`."""
+    if layer.dim() == 3:
+        return layer[slot] if layer.shape[1] == HEADS else layer[:, slot]
+    page = layer[slot // 4]
+    return page[slot % 4] if page.shape[1] == HEADS else page[:, slot % 4]
 
 
 def follow(engine, events):
