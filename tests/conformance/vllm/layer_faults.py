@@ -1,11 +1,13 @@
 """Faults of layers behind the first, put into a running vLLM; `Injector` in faults.py says when."""
 
 
-def install_value_faults(injector) -> None:
-    """Have NaN put into what the model's last layer hands to the cache for one token."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+def install_value_faults(injector, backend=None) -> None:
+    """Have NaN put into what the model's last layer hands to the cache for one token; `backend` is the class that stores it."""
+    if backend is None:
+        from vllm.v1.attention.backends import cpu_attn
 
-    update = CPUAttentionBackendImpl.do_kv_cache_update
+        backend = cpu_attn.CPUAttentionBackendImpl
+    update = backend.do_kv_cache_update
 
     def faulty_update(impl, layer, key, value, kv_cache, slots):
         if injector.in_flight and injector.in_flight[0][0] == layer.layer_name:
@@ -13,7 +15,7 @@ def install_value_faults(injector) -> None:
             value[injector.in_flight.pop()[1], -1, 3] = float("nan")
         return update(impl, layer, key, value, kv_cache, slots)
 
-    CPUAttentionBackendImpl.do_kv_cache_update = faulty_update
+    backend.do_kv_cache_update = faulty_update
 
 
 class LayerFaults:

@@ -32,6 +32,11 @@ def install_faults() -> None:
         install_v2_draft_faults(V2DraftInjector(fault, seed))
         return
     injector = GpuInjector(fault, seed)
+    if fault == "nan_value":
+        from layer_faults import install_value_faults
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+        install_value_faults(injector, FlashAttentionImpl)
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
         return
@@ -136,6 +141,18 @@ class GpuInjector(Injector):
         state = runner.compilation_config.static_forward_context[groups[gid].layer_names[0]].kv_cache[0]
         state[(block, *(0,) * (state.dim() - 1))] += 1  # as it lies: it may be transposed
         return {"slot": block}
+
+    def late_layer(self, runner: Any, fed: Any, row: int, name: str, prefix: int, at: int, extend: int) -> dict | None:
+        """Change K and V of the model's last layer in all slots of a request's first block, in every value."""
+        blocks = runner.input_batch.block_table[0]
+        if prefix < blocks.block_size:
+            return None
+        config = runner.kv_cache_config
+        kv = runner.compilation_config.static_forward_context[config.kv_cache_groups[0].layer_names[-1]].kv_cache
+        block = int(blocks.block_table.gpu[row, 0])
+        both = kv[block] if int(kv.shape[0]) == config.num_blocks else kv[:, block]
+        both *= -1
+        return {"group": 0, "slot": block * blocks.block_size, "count": blocks.block_size}
 
     def kv_byte(self, runner: Any, fed: Any, row: int, name: str, prefix: int, at: int, extend: int) -> dict | None:
         """Flip a byte of V of a slot that is read in this step."""
