@@ -229,6 +229,11 @@ class KvLayers:
         zeros &= (judged == 2)[:, None] & usual
         return Values(held.sum(axis=2), self._numbers(np.where(held.any(axis=2), held.argmax(axis=2), -1)), empty)
 
+    @property
+    def knows_usual(self) -> bool:
+        """Whether enough rows of each layer have been seen: more of those that hold what they should change nothing."""
+        return bool((self._rows[:, 0] >= USUAL_ROWS).all())
+
     def _usual(self) -> BoolArray:
         usual = (self._rows[:, 0] >= USUAL_ROWS) & (self._rows[:, 1] == 0)
         usual[0] = False

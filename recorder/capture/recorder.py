@@ -210,12 +210,16 @@ class Recorder(EventRecording):
         its `tokens`, None for all.
         """
 
+        searched = (source for _, kv in of_runner(self.kv, forward.runner) for source in kv.sources)
+        if not found and all(source.knows_usual for source in searched if isinstance(source, KvLayers)):
+            return {}  # in nearly every forward, which must not take long
+
         def search(stream: int, source: KvLayers, slots: Int64Array, judged: ByteArray) -> Values:
             judged[(slots < 0) | (slots >= source.source.num_slots)] = 0
             held = found.get(stream)
-            return source.values_found(
-                held if held is None else (held if tokens is None else held[tokens])[: slots.size], judged
-            )
+            if held is not None and tokens is not None:
+                held = held[tokens]
+            return source.values_found(None if held is None else held[: slots.size], judged)
 
         return written_values(forward, self.kv, search)
 
