@@ -72,8 +72,9 @@ _OF: "weakref.WeakKeyDictionary[Any, FedPositions]" = weakref.WeakKeyDictionary(
 
 def fed_positions(runner: Any) -> FedPositions | None:
     """Return what reads the positions of a model runner's model, the same each time; None if it is not fed several."""
-    several = getattr(runner.model_config, "model_is_mrope", False)
-    if not several or not getattr(getattr(runner, "model", None), "is_mrope_enabled", False):
+    several, model = getattr(runner.model_config, "model_is_mrope", False), getattr(runner, "model", None)
+    of_transformers = getattr(model, "_uses_mrope_positions", None)  # a model that SGLang has none of its own of
+    if not several or not (getattr(model, "is_mrope_enabled", False) or (of_transformers and of_transformers())):
         return None
     if runner not in _OF:
         _OF[runner] = FedPositions(runner)

@@ -104,7 +104,7 @@ def judged(engine: Any, name: str, seed: int, folder: Path) -> str:
 def run(args: argparse.Namespace, engine: Any, name: str, seed: int, traces: Path | None) -> int:
     """Run this file in a process of its own, recorded if there is a folder for traces; return its exit status."""
     told, folder = f"{name}-{seed}{'' if traces else '-unrecorded'}", args.folder
-    environment = {**os.environ, **engine.environment(args.runner, gpu=args.gpu)}
+    environment = {**os.environ, **engine.environment(name, folder, args.runner, gpu=args.gpu)}
     environment |= {"KVCANARY_TRACE": str(traces)} if traces else {}
     if (
         not args.gpu and args.engine == "vllm"

@@ -1,5 +1,6 @@
 """SGLang with real images: its healthy runs, what is planted, and how it is run."""
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -34,8 +35,13 @@ def plant(fault: str) -> None:
     if fault == "key":
         from sglang.srt.managers import schedule_batch
 
-        padded = schedule_batch._compute_pad_values
-        schedule_batch._compute_pad_values = lambda identity: padded(bytes(len(identity)))
+        for name, same in (
+            ("_compute_pad_values", bytes(8)),
+            ("_compute_pad_value", 0),
+        ):  # the latter of older versions
+            if hasattr(schedule_batch, name):
+                value = getattr(schedule_batch, name)(same)
+                setattr(schedule_batch, name, lambda _identity, value=value: value)
     if fault == "fed":
         made = ForwardBatch._compute_mrope_positions
 
@@ -58,12 +64,25 @@ def plant(fault: str) -> None:
         ForwardBatch.init_new = classmethod(init_new)
 
 
-def environment(_runner: str, *, gpu: bool) -> dict[str, str]:
-    """Return what a run's process needs beside its parent's environment."""
+def planted() -> None:
+    """Have the engine make the mistake that the environment asks for: a plugin of SGLang's."""
+    plant(os.environ["IMAGES_FAULT"])
+
+
+def environment(name: str, folder: Path, _runner: str, *, gpu: bool) -> dict[str, str]:
+    """Return what a run's process needs beside its parent's environment; what is planted goes with its own processes' plugins."""
     from engine import ENVIRONMENT
 
-    told = {} if gpu else {name: value for name, value in ENVIRONMENT.items() if "CANARY" not in name}
-    return {**told, "SGLANG_USE_CUDA_IPC_TRANSPORT": "0"}
+    if not gpu:
+        return {name: value for name, value in ENVIRONMENT.items() if "CANARY" not in name}
+    if name not in FAULTS:
+        return {}
+    info = folder / "plugins" / "images_faults-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: images-faults\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nimages_faults = sglang_run:planted\n")
+    paths = str(info.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH")
+    return {"IMAGES_FAULT": name, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def generate(folder: Path, name: str, seed: int, *, gpu: bool) -> list[list[int]]:
@@ -73,11 +92,11 @@ def generate(folder: Path, name: str, seed: int, *, gpu: bool) -> list[list[int]
 
     settings = {**CPU_ENGINE, "skip_tokenizer_init": False, "chunked_prefill_size": 96, "max_total_tokens": 2048}
     if gpu:
-        settings |= {"device": "cuda", "attention_backend": "triton", "dtype": "bfloat16", "mem_fraction_static": 0.04}
+        settings |= {"device": "cuda", "attention_backend": "triton", "dtype": "bfloat16", "mem_fraction_static": 0.3}
         settings |= {"disable_cuda_graph": False, "mm_attention_backend": "triton_attn"}
     else:
         import_engine()
-    plant(name)
+        plant(name)
     port = 45_000 + 40 * ([*HEALTHY, *FAULTS].index(name) + 10 * seed)
     engine = Engine(
         model_path=str(folder / "model"),

@@ -59,7 +59,7 @@ def plant(fault: str) -> None:
         BlockTable.compute_slot_mapping = compute
 
 
-def environment(runner: str, *, gpu: bool) -> dict[str, str]:
+def environment(_name: str, _folder: Path, runner: str, *, gpu: bool) -> dict[str, str]:
     """Return what a run's process needs beside its parent's environment."""
     from engine import ENVIRONMENT
 

@@ -144,6 +144,8 @@ def test_a_runner_has_one_reader_if_its_model_takes_several() -> None:
     assert fed_positions(runner) is fed_positions(runner) is not None
     runner.model.is_mrope_enabled = False
     assert fed_positions(runner) is None
+    runner.model = SimpleNamespace(_uses_mrope_positions=lambda: True)
+    assert fed_positions(runner) is not None
     assert fed_positions(Runner(model_config=SimpleNamespace(), model=None)) is None
 
 
