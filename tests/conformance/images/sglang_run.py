@@ -1,5 +1,6 @@
 """SGLang with real images: its healthy runs, what is planted, and how it is run."""
 
+import asyncio
 import os
 import random
 import sys
@@ -58,6 +59,7 @@ def plant(fault: str) -> None:
             new = begun(cls, batch, *args, **kwargs)
             if not done and new.forward_mode.is_decode() and int(batch.seq_lens_cpu[0]) > 60:
                 done.append(1)
+                new.out_cache_loc = new.out_cache_loc.clone()  # what the allocator has given out stays as it is
                 new.out_cache_loc[0] -= 1
             return new
 
@@ -112,7 +114,9 @@ def generate(folder: Path, name: str, seed: int, *, gpu: bool) -> list[list[int]
             {"max_new_tokens": rng.choice([1, 5, 12, 30]), "temperature": 0, "ignore_eos": True} for _ in prompts
         ]
         images = [prompt.get("multi_modal_data", {}).get("image", []) for prompt in prompts]
-        answers = engine.generate([prompt["prompt"] for prompt in prompts], sampling, image_data=images)
-        outputs += [answer["output_ids"] for answer in answers]
+        asked = zip(prompts, sampling, images, strict=True)
+        # One by one: of a batch with images older versions lose what is answered before the last is taken apart.
+        answers = [engine.async_generate(prompt["prompt"], how, image_data=shown) for prompt, how, shown in asked]
+        outputs += [answer["output_ids"] for answer in engine.loop.run_until_complete(asyncio.gather(*answers))]
     engine.shutdown()
     return outputs
