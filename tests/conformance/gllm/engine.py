@@ -270,7 +270,8 @@ def _mend() -> None:
     """Mend what is wrong in the engine as it is, so that a healthy run is one.
 
     A request of which all is in the cache computes its last page on a page of its own, and does not write its last token
-    over what the cache lends to others.
+    over what the cache lends to others. One that is aborted when its next step has been prepared is taken out of it, where
+    gLLM would never find it on its lists; what it has not filled of its pages is no longer entered in the cache.
     """
     manager = importlib.import_module("gllm.memory_manager").PrefixMemoryManager
     finish = manager._finalize_prefix_cache_hit
@@ -283,7 +284,36 @@ def _mend() -> None:
             self.num_hit_pages -= 1
         finish(self, seq)
 
-    manager._finalize_prefix_cache_hit = _finalize_prefix_cache_hit
+    worker = importlib.import_module("gllm.overlap_worker")
+    abort = worker.OverlapWorker.check_abort_seqs
+
+    def forget_unfilled(self: Any, seq: Any) -> None:
+        for page in seq.page_table[seq.computed_token_num // self.page_size :]:
+            if self.segment.hash2page.get(self.segment.page2hash[page]) == page:
+                del self.segment.hash2page[self.segment.page2hash[page]]
+
+    def check_abort_seqs(self: Any) -> None:
+        scheduler, ids = self.scheduler, self.scheduler.abort_ids
+        batch = scheduler.batch_running[-1] if self._prefetched_input is not None else []
+        gone = [seq for seq in batch if seq.seq_id in ids]
+        for seq in gone:
+            batch.remove(seq)
+            seq._overlap_freed = True
+            for rest in [one for one in scheduler.seqs_to_prefill if one.seq_id == seq.seq_id]:
+                scheduler.seqs_to_prefill.remove(rest)
+            scheduler.seqs_to_prefill.appendleft(seq)
+        if gone and batch:
+            self._prefetched_input.cal_input(batch)
+        elif gone:
+            scheduler.batch_running.pop()
+            self._prefetched_input = None
+        for seq in (*scheduler.seqs_to_prefill, *scheduler.seqs_to_decode):
+            if seq.seq_id in ids and hasattr(scheduler.memory_manager, "forget_unfilled"):
+                scheduler.memory_manager.forget_unfilled(seq)
+        abort(self)
+
+    manager._finalize_prefix_cache_hit, manager.forget_unfilled = _finalize_prefix_cache_hit, forget_unfilled
+    worker.OverlapWorker.check_abort_seqs = check_abort_seqs
 
 
 class _Comm:
