@@ -1,0 +1,1 @@
+"""Bugs planted into gLLM: each round of what was held out."""
