@@ -40,8 +40,8 @@ def new_blocks_are_taken_before_the_hit_ones_are_held(fired: Fired) -> None:
 @bug(
     "vllm-project/vllm-ascend#15900",
     "hybrid-loads-stages",
-    "load_landed_elsewhere",
     "layout_misread",
+    "load_landed_elsewhere",
     origin="vLLM Ascend",
 )
 def layers_of_a_stage_are_paired_by_their_order(fired: Fired) -> None:
