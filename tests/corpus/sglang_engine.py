@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 CONFORMANCE = HERE.parent / "conformance" / "sglang"
 sys.path.insert(0, str(HERE))
 
-from sglang_setups import SETUPS  # noqa: E402
+from sglang_setups import SETUPS, TELLING  # noqa: E402
 
 
 def ask_for_flushes() -> None:
@@ -126,6 +126,24 @@ def tell_layers_apart() -> None:
     ModelRunner.load_model = then_scale
 
 
+def let_attention_be_seen() -> None:
+    """Have weights made up that are large enough for what attention reads to be seen in what is answered."""
+    from sglang.srt.model_loader.loader import DummyModelLoader
+
+    load = DummyModelLoader.load_model
+
+    def then_enlarge(self, *args, **kwargs):
+        model = load(self, *args, **kwargs)
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.data.fill_(1.0)
+            elif weight.ndim > 1 and "embed" not in name:
+                weight.data.mul_(120.0)
+        return model
+
+    DummyModelLoader.load_model = then_enlarge
+
+
 def enlarge_states() -> None:
     """Make what goes into the states of a model's convolutions, and what comes of them, large enough to be seen."""
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -151,6 +169,20 @@ def ask_with_keys(engine, batch: list[list[int]], sampling: list[dict], number: 
         sampling_params=sampling,
         extra_key=[key for key, _ in keys],
         cache_salt=[salt for _, salt in keys],
+    )
+    return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
+
+
+def ask_with_embeddings(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
+    """Return the answers to prompts of which four tokens have embeddings of the caller's, or to those without, if asked again."""
+    import torch
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    dice = torch.Generator().manual_seed(17)
+    put = [PositionalEmbeds(embeds=torch.randn(4, 64, generator=dice), positions=[6, 7, 9, 12]) for _ in batch]
+    asked = GenerateReqInput(
+        input_ids=batch, sampling_params=sampling, positional_embed_overrides=None if number else put
     )
     return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
 
@@ -343,6 +375,8 @@ def generate(setup: str, folder: Path) -> None:
         tell_layers_apart()
     if setup == "recurrent-ends":
         enlarge_states()
+    if setup in TELLING:
+        let_attention_be_seen()
     if setup == "llama-flush":
         ask_for_flushes()
     if setup in ("llama-abort", "llama-page4-abort"):
@@ -457,6 +491,9 @@ def generate(setup: str, folder: Path) -> None:
             sampling = [{**one, "beam_width": 3} if i % 2 else one for i, one in enumerate(sampling)]
         if setup == "llama-lora-page16-named":
             outputs += [o["output_ids"] for o in ask_by_name(engine, batch, sampling, number)]
+            continue
+        if setup == "llama-page2-overrides":
+            outputs += [o["output_ids"] for o in ask_with_embeddings(engine, batch, sampling, number)]
             continue
         if setup == "llama-keys":
             outputs += [o["output_ids"] for o in ask_with_keys(engine, batch, sampling, number)]

@@ -251,6 +251,30 @@ def _recurrent_ends(ask: Asked) -> None:
     ]
 
 
+def _llama_page2_overrides(ask: Asked) -> None:
+    """Prompts: the same tokens, first with embeddings in the place of some of them and then without."""
+    ask.prompts = [ask.tokens(count) for count in (25, 44, 16)]
+    ask.again = [ask.prompts[0], ask.tokens(18), ask.prompts[1][:40] + ask.tokens(7), ask.prompts[2] + ask.tokens(9)]
+
+
+def _llama_page4_rows(ask: Asked) -> None:
+    """Prompts: short ones, and then such that go on behind longer ones."""
+    ask.prompts = [ask.tokens(count) for count in (46, 52, 14, 11)]
+    ask.again = [ask.prompts[0] + ask.tokens(5), ask.prompts[1][:49] + ask.tokens(12), ask.tokens(20), ask.prompts[0]]
+
+
+def _llama_overlap_page1_ends(ask: Asked) -> None:
+    """Prompts that end one after the other, while others go on and come."""
+    ask.prompts = [ask.tokens(count) for count in (15, 23, 9, 34, 28, 12)]
+    ask.again = [ask.tokens(31), ask.prompts[1] + ask.tokens(6), ask.tokens(18), ask.tokens(26)]
+
+
+def _recurrent_parked(ask: Asked) -> None:
+    """Prompts of one chunk and of several, that come while others are answered."""
+    ask.prompts = [ask.tokens(count) for count in (14, 26, 19, 57, 33)]
+    ask.again = [ask.tokens(41), ask.prompts[0] + ask.tokens(4), ask.tokens(22)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -323,4 +347,17 @@ SETUPS = {
     "llama-host-page2-overlap": Setup("llama", 2, 164, True, 2, False, then=_long_ones),
     "recurrent-ends": Setup("lfm2", 1, 384, False, 3, False, then=_recurrent_ends),
     "llama-host-page16": Setup("llama", 16, 192, False, 3, False, then=_long_ones),
+    "llama-page2-overrides": Setup("llama", 2, 320, False, 3, False, then=_llama_page2_overrides),
+    "llama-page4-rows": Setup("llama", 4, 392, False, 2, False, then=_llama_page4_rows),
+    "llama-host-page8-pinned": Setup("llama", 8, 152, False, 4, False, then=_long_ones),
+    "llama-overlap-page1-ends": Setup("llama", 1, 186, True, 3, False, then=_llama_overlap_page1_ends),
+    "recurrent-parked": Setup("lfm2", 1, 432, False, 3, False, then=_recurrent_parked),
 }
+# Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
+TELLING = (
+    "llama-page2-overrides",
+    "llama-page4-rows",
+    "llama-host-page8-pinned",
+    "llama-overlap-page1-ends",
+    "recurrent-parked",
+)

@@ -199,6 +199,20 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(167, 23), 38, 3),
             ask("d", random_prompt(168, 28), 24, 6),
         ]
+    if setup == "hybrid-clamped":  # of chunks that are shorter than the window, behind which others stand
+        return [
+            ask("a", random_prompt(170, 72), 16),
+            ask("b", random_prompt(171, 27), 28, 2),
+            ask("c", random_prompt(172, 55), 20, 7),
+            ask("d", random_prompt(173, 40), 14, 17),
+        ]
+    if setup == "offload-qwen-suspends":  # that grow until some are suspended
+        return [
+            ask("a", random_prompt(174, 17), 48),
+            ask("b", random_prompt(175, 26), 42, 1),
+            ask("c", random_prompt(176, 14), 44, 4),
+            ask("d", random_prompt(177, 31), 26, 9),
+        ]
     return []
 
 
@@ -311,7 +325,13 @@ def generate(setup: str, folder: Path) -> None:
         batching = {"num_blocks": 88, "max_batch_tokens": 38}
     if setup == "offload-hybrid-turned":
         batching |= {"num_blocks": 9, "max_batch_tokens": 46}
+    if setup == "hybrid-clamped":
+        batching = {"num_blocks": 52, "max_batch_tokens": 22}
+    if setup == "offload-qwen-suspends":
+        batching |= {"num_blocks": 16, "max_batch_tokens": 42}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
+    if setup in ("hybrid-clamped", "offload-qwen-suspends"):
+        model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)
     (folder / "tokens.json").write_text(json.dumps(answers))

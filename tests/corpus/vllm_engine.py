@@ -16,7 +16,7 @@ sys.path[:0] = [str(HERE), str(CONFORMANCE)]
 sys.path.append(str(HERE.parent / "conformance"))
 
 from forking import fork, wait_for  # noqa: E402
-from vllm_setups import SETUPS, Asked  # noqa: E402
+from vllm_setups import SETUPS, TELLING, Asked  # noqa: E402
 
 
 def fired_in(forward: list[int]):
@@ -55,6 +55,8 @@ def generate(setup: str, folder: Path) -> None:
         import mrope
 
         mrope.register()
+    if setup in TELLING:
+        let_attention_be_seen()
     defaults = {
         "max_num_batched_tokens": 48,
         "num_gpu_blocks_override": 64,
@@ -192,6 +194,23 @@ def generate(setup: str, folder: Path) -> None:
         ]
     (folder / "tokens.json").write_text(json.dumps(outputs))
     llm.llm_engine.engine_core.shutdown()
+
+
+def let_attention_be_seen() -> None:
+    """Have weights made up that are large enough for what attention reads to be seen in what is answered."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    load = DummyModelLoader.load_weights
+
+    def then_enlarge(self, model, *args, **kwargs) -> None:
+        load(self, model, *args, **kwargs)
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.data.fill_(1.0)
+            elif weight.ndim > 1 and "embed" not in name:
+                weight.data.mul_(120.0)
+
+    DummyModelLoader.load_weights = then_enlarge
 
 
 def enlarge_states(model: Any) -> None:

@@ -23,6 +23,15 @@ LOADS = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"when": "sync"},
 }
+# Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
+TELLING = (
+    "qwen-oldest",
+    "hybrid-loads-stages",
+    "llama-eagle-loads",
+    "delta-hits",
+    "llama-strides",
+    "sliding-offsets",
+)
 
 
 class Asked:
@@ -842,3 +851,75 @@ def _llama_loads_twice(ask: Asked) -> Batches:
     """Prompts that go on for blocks behind what is loaded."""
     longer = [ask.shared + ask.tokens(5), ask.tokens(67)]
     return [longer, [longer[0][:64] + ask.tokens(75), ask.tokens(33), longer[1] + ask.tokens(58)]]
+
+
+@setup("qwen-oldest", "qwen", {"max_num_batched_tokens": 240, "num_gpu_blocks_override": 9, "max_num_seqs": 1})
+def _qwen_oldest(ask: Asked) -> Batches:
+    """Prompts: one that comes again, for longer, when its blocks are the next to go."""
+    first = ask.shared + ask.tokens(21)
+    return [[first, ask.tokens(66), ask.tokens(71)], [first[:64] + ask.tokens(140), ask.tokens(18)], [ask.tokens(75)]]
+
+
+@setup(
+    "hybrid-loads-stages",
+    "hybrid",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 90,
+        "num_gpu_blocks_override": 70,
+        "max_num_seqs": 3,
+    },
+)
+def _hybrid_loads_stages(ask: Asked) -> Batches:
+    """Prompts of two blocks and three, that are asked again with another end."""
+    longer = [ask.shared + ask.tokens(24), ask.tokens(77), ask.tokens(40)]
+    return [longer, [longer[1] + ask.tokens(12), ask.shared + ask.tokens(31)], [longer[2] + ask.tokens(5)]]
+
+
+@setup(
+    "llama-eagle-loads",
+    "llama",
+    {
+        **EAGLE,
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "max_num_batched_tokens": 124,
+        "num_gpu_blocks_override": 38,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_eagle_loads(ask: Asked) -> Batches:
+    """Prompts that go on behind what is loaded, with drafts behind them."""
+    longer = [ask.shared + ask.tokens(13), ask.tokens(101)]
+    return [longer, [longer[1][:98] + ask.tokens(20), ask.tokens(26)], [longer[0] + ask.tokens(9)]]
+
+
+@setup(
+    "delta-hits",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 80, "num_gpu_blocks_override": 30, "max_num_seqs": 3},
+)
+def _delta_hits(ask: Asked) -> Batches:
+    """Prompts that begin with what has been asked before."""
+    return [
+        [ask.shared + ask.tokens(11), ask.tokens(58), ask.tokens(33)],
+        [ask.shared + ask.tokens(29), ask.tokens(44)],
+        [ask.shared[:66] + ask.tokens(15), ask.tokens(21)],
+    ]
+
+
+@setup("llama-strides", "llama", {"block_size": 64, "max_num_batched_tokens": 92, "num_gpu_blocks_override": 18})
+def _llama_strides(ask: Asked) -> Batches:
+    """Prompts of less than a block and of more."""
+    return [
+        [ask.tokens(23), ask.tokens(49), ask.tokens(88)],
+        [ask.shared + ask.tokens(7), ask.tokens(36), ask.tokens(61)],
+    ]
+
+
+@setup("sliding-offsets", "sliding", {"max_num_batched_tokens": 50, "num_gpu_blocks_override": 40, "max_num_seqs": 3})
+def _sliding_offsets(ask: Asked) -> Batches:
+    """Prompts of one chunk and of more, and such that go on behind a prefix."""
+    return [
+        [ask.tokens(28), ask.tokens(36), ask.shared + ask.tokens(34)],
+        [ask.shared + ask.tokens(22), ask.tokens(17), ask.shared[:50] + ask.tokens(9)],
+    ]
