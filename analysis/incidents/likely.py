@@ -14,7 +14,9 @@ from .facts import FACTS_A_SLOT
 from .observed import (
     begins_behind_its_prompt,
     begins_from_another,
+    behind_its_end,
     behind_its_rows_end,
+    cached_by_nobody,
     filled_while_read,
     given_at_once,
     goes_on_inside,
@@ -32,6 +34,7 @@ from .observed import (
     over_its_window,
     page_of_elsewhere,
     row_moved,
+    row_replaced,
     skipped,
     still_empty,
     stored_nowhere,
@@ -72,7 +75,7 @@ _ALLOCATION: Final = {
     Held.JOINED_GONE: ("stale_prefix_hit", "radix_insert_then_free"),
     Held.GAVE_UP: ("free_too_early", "scheduled_after_retraction", "req_to_token"),
     Held.FREED: ("free_too_early", "double_free", "page_given_twice", "eviction_of_locked_page"),
-    Held.EVICTED: ("eviction_of_locked_page", "stale_prefix_hit"),
+    Held.EVICTED: ("eviction_of_locked_page", "stale_prefix_hit", "double_free"),
     Held.GIVEN_ANEW: ("page_given_twice", "free_too_early", "eviction_of_locked_page"),
 }
 _CONTENT: Final = {
@@ -151,6 +154,8 @@ def _by_what_was_written(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("write", ("kv_write_lost", "slot_mapping"))
     if still_empty(cluster) is not None and not content:
         return Likely("write", ("kv_write_lost", "bad_values_written"))
+    if cached_by_nobody(cluster) is not None:
+        return Likely("content", ("hit_before_written",))
     if seen.held is Held.JOINED_GONE and "free_slot_shared" in kinds:
         return Likely("allocation", _ALLOCATION[seen.held])
     if not content and kinds and not kinds & _OF_SLOTS and seen.sign.bits != KV_HASH:
@@ -227,6 +232,10 @@ def _by_its_row(cluster: Cluster, seen: Evidence) -> Likely | None:
     if seen.filled is Filled.AS_CACHED and moved and own is not None and cluster.joined(sign, own[0]):
         # What it had computed was given back for what the cache holds under the same key: its row names what it joined.
         return Likely("identity", ("tokens_truncated_hash_kept", "req_to_token"))
+    if seen.filled is Filled.NOBODY and row_replaced(cluster, sign):
+        return Likely("content", ("prefix_not_computed", "req_to_token", "resume_overwrites_tail"))
+    if seen.filled is Filled.LOAD and behind_its_end(cluster, sign):
+        return Likely("content", ("prefix_not_computed", "position_off"))
     if seen.elsewhere and moved and seen.filled is not Filled.LOAD:
         return Likely("table", ("resume_overwrites_tail", "req_to_token", "slot_mapping"))
     if seen.elsewhere and not seen.retracted and seen.filled is not Filled.LOAD:
@@ -252,7 +261,7 @@ def _of_the_swa_table(cluster: Cluster, seen: Evidence) -> Likely:
     if not any(s.cause == "swa_slot_missing" for s in cluster.head):
         return Likely("table", ("stale_swa_mapping",))
     lost = {
-        Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one"),
+        Held.EVICTED: ("eviction_of_locked_page", "swa_window_off_by_one", "double_free"),
         Held.GAVE_UP: ("swa_window_off_by_one", "free_too_early"),
     }
     by_others = ("free_too_early", "radix_insert_then_free") if taken_from_behind(cluster, seen.sign) else ()

@@ -109,6 +109,24 @@ def skipped(cluster: Cluster, sign: Sign) -> bool:
     return told and cluster.facts.left_out(sign.request_id, sign.position, sign.event) and not cluster.joined(sign)
 
 
+def behind_its_end(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign is about a position to which its request had not come by its last forward: nobody can have stored it for it."""
+    ended = cluster.facts.ahead.get((sign.event, sign.request_id))
+    return ended is not None and sign.position >= ended and cluster.wrote(sign) is None
+
+
+def row_replaced(cluster: Cluster, sign: Sign) -> bool:
+    """Whether all that a sign's request had computed was put into slots that its row does not name any more."""
+    change = cluster.rewrite_of(sign)
+    return change is not None and change.first_position == 0 and change.count >= change.length
+
+
+def cached_by_nobody(cluster: Cluster) -> Sign | None:
+    """Return what the prefix cache took in of slots that were never given out, None for nothing."""
+    sign = cluster.finding("free_slot_shared")
+    return sign if sign is not None and sign.request_id < 0 and sign.cause == "never_given_out" else None
+
+
 def left_out_of_a_prompt(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request left out a part of its prompt, and goes on in the prompt with the tokens that stand there."""
     goes_on = cluster.facts.prefixes.get((sign.event, sign.request_id), -1)

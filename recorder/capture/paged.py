@@ -65,6 +65,7 @@ class ShownBlocks:
         self._users: dict[int, dict[Hashable, int]] = {}  # of a block, each user's place for it
         self._holders: dict[int, Any] = {}  # of a block that is not free: a request, _CACHED or _SHARED
         self._cached: set[int] = set()
+        self._free: set[int] = set()
         self._astray: set[int] = set()  # blocks that nobody has and that are not free
 
     def begin(self, cached: Iterable[int]) -> None:
@@ -75,6 +76,11 @@ class ShownBlocks:
     def requests(self) -> set[Hashable]:
         """Return who uses blocks."""
         return set(self._tables)
+
+    def has_other(self, request: Hashable, place: int, now: BlockUse) -> bool:
+        """Say whether the block at a place of a request's table is another one now, or none; it was some block before."""
+        before, shown = self._tables.get(request, []), now.tables.get(request, ())
+        return place < len(before) and before[place] not in shown[place : place + 1]
 
     def compare(self, now: BlockUse, written: Collection[int] = ()) -> list[BlockChange]:
         """Return what has changed hands since the last call, in the order in which it may be recorded.
@@ -89,12 +95,13 @@ class ShownBlocks:
         changed |= {block for block in self._cached & self._users.keys() if self._holders.get(block) is not _CACHED}
         changed |= now_free & self._users.keys() if now_free is not None else set()
         found: dict[tuple[int, SlotChange, AllocStatus, Hashable | None], list[int]] = {}
+        roomy = bool(self._free & (now_free or set()))  # the allocator never ran dry meanwhile
         for block in sorted(changed):
             is_free = None if now_free is None else block in now_free
-            moves = self._moves(block, joined.get(block, []), left.get(block), block in now_cached, is_free)
+            moves = self._moves(block, joined.get(block, []), left.get(block), block in now_cached, is_free, roomy)
             for move in moves:
                 found.setdefault(move, []).append(block)
-        self._cached = now_cached
+        self._cached, self._free = now_cached, now_free or set()
         ordered = sorted(found.items(), key=lambda item: item[0][0])
         return [BlockChange(*move[1:], blocks) for move, blocks in ordered]
 
@@ -128,7 +135,13 @@ class ShownBlocks:
         return joined, left
 
     def _moves(
-        self, block: int, joined: list[Hashable], left: Hashable | None, is_cached: bool, is_free: bool | None
+        self,
+        block: int,
+        joined: list[Hashable],
+        left: Hashable | None,
+        is_cached: bool,
+        is_free: bool | None,
+        roomy: bool,
     ) -> Iterator[tuple[int, SlotChange, AllocStatus, Hashable | None]]:
         """Yield what has become of a block, and move on its holder; the number first is when it may be recorded."""
         users, holder = self._users.get(block, {}), self._holders.get(block)
@@ -143,8 +156,8 @@ class ShownBlocks:
         evicted = holder is _CACHED and not is_cached
         elsewhere = any(users[request] not in {users[other] for other in stayed} for request in joined)
         if (evicted and stayed and elsewhere) or (holder is not None and users and is_free):
-            # Given back, or given out anew for another place, and used all the same.
-            yield 1, "evict" if evicted else "free", ALLOC_FRESH, None
+            # Given back, or given out anew for another place, and used all the same. Nobody evicts while there is room.
+            yield 1, "evict" if evicted and not (is_free and roomy) else "free", ALLOC_FRESH, None
             holder = None
         elif holder is not None and not is_cached and not stayed and (users or is_free is not False):
             yield 1, "evict" if holder is _CACHED else "free", ALLOC_FRESH, None if holder is _CACHED else owner
@@ -240,6 +253,8 @@ class PagedRecorder(Recorder):
         self._blocks = ShownBlocks(padding_blocks)
         self._known: set[Hashable] = set()
         self._ended: set[Hashable] = set()  # that are said to be over, and had blocks when these were shown last
+        self._preempted: set[Hashable] = set()  # likewise
+        self._ends: dict[Hashable, int] = {}  # of those that have blocks, how far their last forward went
         super().__init__(path, header, kv_sources={(0, n): s for n, s in enumerate(sources.values())}, **options)
 
     @guarded
@@ -277,7 +292,12 @@ class PagedRecorder(Recorder):
         prefix, extend = own_int64(prefix_lens, "prefix_lens"), own_int64(extend_lens, "extend_lens")
         slots = own_int64(slots, "slots")
         if self._ask is not None:
-            self._show(self._ask(), slots)
+            use = self._ask()
+            begins = dict(zip(requests, prefix.tolist(), strict=False))
+            self._preempted |= {request for request, begin in begins.items() if self._begins_anew(request, begin, use)}
+            self._show(use, slots)
+            ends = dict(zip(requests, (prefix + np.maximum(extend, 0)).tolist(), strict=False))
+            self._ends = {request: end for request, end in (self._ends | ends).items() if request in use.tables}
         if not self._forwards and prefix.any():
             self.start_over("the engine had run before")
         attention = None
@@ -312,6 +332,12 @@ class PagedRecorder(Recorder):
         if self._ask is not None:  # else nobody asks, and it would be kept for good
             self._ended.add(request)
 
+    @guarded
+    def preempted(self, request: Hashable) -> None:
+        """Say that a request's blocks were taken from it; needed only of one that has others by the next forward already."""
+        if self._ask is not None:
+            self._preempted.add(request)
+
     def oracle_tokens(self, requests: Sequence[Hashable], seq_lens: Any) -> Int64Array:
         """As `Recorder.oracle_tokens`, of requests by their names."""
         return super().oracle_tokens([_number(request) for request in requests], seq_lens)
@@ -338,8 +364,16 @@ class PagedRecorder(Recorder):
             self.start_over("the engine had run before, its prefix cache is not empty")
             self._blocks.begin(held)
             use = use._replace(cached=held)
+        written = set((slots[slots >= 0] // self._block_size).tolist())
+        again = self._preempted & self._blocks.requests() & use.tables.keys()
+        self._preempted.clear()
+        if again:
+            self._take_over(_without(use, again), written)
+        self._take_over(use, written)
+
+    def _take_over(self, use: BlockUse, written: Collection[int]) -> None:
         before = self._blocks.requests()
-        changes = self._blocks.compare(use, set((slots[slots >= 0] // self._block_size).tolist()))
+        changes = self._blocks.compare(use, written)
         now = self._blocks.requests()
         given = [change for change in changes if change.kind == "alloc" and change.status != ALLOC_CACHED]
         self._record_changes([change for change in changes if change not in given])
@@ -351,6 +385,10 @@ class PagedRecorder(Recorder):
         for request in sorted(now - before, key=str):
             self.request_status(request_id=self._see(request), status="admitted")
         self._record_changes(given)
+
+    def _begins_anew(self, request: Hashable, begin: int, use: BlockUse) -> bool:
+        """Say whether a request computes again what it has computed, in other blocks: those were taken from it meanwhile."""
+        return begin < self._ends.get(request, 0) and self._blocks.has_other(request, begin // self._block_size, use)
 
     def _see(self, request: Hashable) -> int:
         """Return a request's number, and record its name when it is new."""
@@ -372,6 +410,16 @@ class PagedRecorder(Recorder):
                 request_id=-1 if change.request is None else _number(change.request),
                 status=change.status,
             )
+
+
+def _without(use: BlockUse, requests: Collection[Hashable]) -> BlockUse:
+    """Return who has which blocks without some requests: what they alone have is free."""
+    tables = {request: blocks for request, blocks in use.tables.items() if request not in requests}
+    if use.free is None:
+        return use._replace(tables=tables)
+    others = {block for blocks in tables.values() for block in blocks} | set(use.cached)
+    own = {block for request in requests for block in use.tables[request]} - others
+    return use._replace(tables=tables, free=[*use.free, *own])
 
 
 def _number(request: Hashable) -> int:

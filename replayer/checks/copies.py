@@ -27,7 +27,8 @@ _OTHER_ORDER: Final = "the same bytes in another order"
 class _Stored(NamedTuple):
     """What was stored in a page of the host tier: `given` lay in the slots, `held` in the storage when it was looked at.
 
-    `ended` says that the store is over, `why` is the cause of what a further storage gave back that is not what was given, "" if it is.
+    `ended` says that the store is over, `why` is the cause of what a further storage gave back that is not what was given, "" if it is;
+    `before` lay there until then.
     """
 
     given: int
@@ -36,6 +37,7 @@ class _Stored(NamedTuple):
     slot: int
     ended: bool
     why: str = ""
+    before: int = 0
 
 
 def _runs(view: EventView) -> list[Int64Array]:
@@ -115,7 +117,9 @@ class CopyDiffers(HistoryCheck):
             if before is not None and pending and before.given and given[i] and before.given != given[i]:
                 twice.append(int(src[i]))
                 both.append(before.event)
-            self._stored[key] = _Stored(int(given[i]), int(held[i]), event.event, int(src[i]), bool(held[i]))
+            lay = 0 if before is None else before.held or before.given
+            now = _Stored(int(given[i]), int(held[i]), event.event, int(src[i]), bool(held[i]), before=lay)
+            self._stored[key] = now
         if twice:
             said = "is stored where another slot was just stored, whose store had not ended"
             yield self.of_slots(event, group, np.array(twice), said, events=both, cause=Cause("two_to_one"))
@@ -196,6 +200,11 @@ class CopyDiffers(HistoryCheck):
             slot, came, lay = int(dst[i]), int(here[i]), int(there[i])
             if came and not lay and stored is not None:  # a storage that cannot be read
                 lay = stored.given
+            # What lay there when it was asked for, and what has come is what was stored there since.
+            meanwhile = stored is not None and lay == stored.before != 0 and came == stored.given != lay
+            if stored is not None and meanwhile:
+                add("stored_over", slot, "was loaded after another page was stored in place of its copy", stored.event)
+                continue
             if stored is not None and stored.given and lay and stored.given != lay:
                 if (stored.given ^ lay) & _LOW == 0:
                     add("other_order", slot, since=stored.event)

@@ -247,4 +247,16 @@ ROUND_NOTES = (
             "it holds something else, which is taken for a load that failed (0.65)."
         ),
     ),
+    (
+        "46712f36",
+        (
+            "Ten in gLLM, an engine that the corpus did not have, adapted by its planter from the documentation alone; the others chosen as in the rounds "
+            "before, several of kinds of features that the corpus had none of. Seven were wrong with 0.7 or more: a whole row that was replaced was taken for its tail; a "
+            "page that lay free under a reader, though there was room, for one that the cache had evicted; a request that had been preempted and let in again between "
+            "two looks for one whose length had gone back (three of gLLM's healthy runs, too); a page of the host that was stored over while it was loaded for one that "
+            "had changed by itself; a slot that the cache evicted from who had generated its token there for one that it had locked; a token that was never "
+            "computed for a load that came short. The seventh is named by what is recorded of it (`pages_lie_closer_than_they_are_long`, `layer_changed`), which was set behind the count, as was why two are "
+            "found a forward late. Those of gLLM were recorded again behind the count, since a derived history tells of such preemptions now."
+        ),
+    ),
 )

@@ -15,7 +15,7 @@ def double_free(cluster: Cluster) -> Diagnosis | None:
     """A page enters the free list twice and later has two owners. (lab)"""
     sign = cluster.finding("slot_freed_twice", anywhere=True)
     if sign is None:
-        return None
+        return left_to_the_cache_too(cluster)
     score = 0.93 if sign.event == cluster.first.event else 0.5
     score -= 0.15 if cluster.is_sliding(sign) else 0
     score -= 0 if sign.request_id >= 0 else 0.1
@@ -24,6 +24,34 @@ def double_free(cluster: Cluster) -> Diagnosis | None:
     who = sign.reader if sign.request_id >= 0 else "the prefix cache" if cluster.complete else "somebody"
     said = f"{who} gave back {sign.place} after {sign.when}: it {sign.detail}"
     return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
+
+
+def left_to_the_cache_too(cluster: Cluster) -> Diagnosis | None:
+    """Of a cache that takes what requests have generated when they are over: it evicts a slot from one that has generated its token
+    there, so it has the slot from whom had it before, and who gave it back as well.
+    """
+    for sign in cluster.head:
+        evicted, given, back = evicted_from_generated(cluster, sign)
+        if evicted is None or given is None or back is None:
+            continue
+        said = f"{sign.place} was given to {sign.reader} in event {given.event}, for a token that it generated, and the prefix cache evicted "
+        said += f"it in event {evicted.event}: it has it from whom had it before, and it was given back in event {back.event} as well"
+        return cluster.diagnosis(0.85, said, sign, back.event, given.event, evicted.event, cause=back.event)
+    return None
+
+
+def evicted_from_generated(cluster: Cluster, sign: Sign) -> tuple[Fact | None, Fact | None, Fact | None]:
+    """Return what evicted a slot under a reader that has generated its token there, what gave it to the reader, and what gave it
+    back before that; None each if it was otherwise, or the cache may take what is being generated.
+    """
+    facts = cluster.facts
+    prompt = facts.prompts.get(sign.request_id, -1)
+    moves = [fact for fact in cluster.history(sign) if fact.what in ("alloc", "shared", "cached", "free", "evict")]
+    kinds = [fact.what for fact in moves[-3:]]
+    own = len(moves) > 2 and moves[-2].request_id == sign.request_id
+    if not facts.frees_of_nobody or not 0 <= prompt <= sign.position or kinds != ["free", "alloc", "evict"] or not own:
+        return None, None, None
+    return moves[-1], moves[-2], moves[-3]
 
 
 def freed_under_the_cache(cluster: Cluster, again: Sign) -> Fact | None:
@@ -174,6 +202,8 @@ def eviction_of_locked_page(cluster: Cluster) -> Diagnosis | None:
         evicted, held = taken_away(cluster, sign, "evict")
         begin = cluster.facts.begins.get(sign.request_id)
         if evicted is None or begin is None or begin.event > evicted.event or let_go_under(cluster, sign) is not None:
+            continue
+        if evicted_from_generated(cluster, sign)[0] is not None:
             continue
         said = f"the prefix cache evicted {sign.place} in event {evicted.event} under {sign.reader}, which read it in {sign.when}"
         return cluster.diagnosis(0.9 if held else 0.72, said, sign, evicted.event, sign.event, cause=evicted.event)

@@ -3,7 +3,14 @@
 from ..cluster import Cluster, Diagnosis, request_query, rule, slot_query
 from ..facts import Fact
 from ..likely import POSSIBLE
-from ..observed import filled_while_read, open_transfer, page_of_elsewhere
+from ..observed import (
+    behind_its_end,
+    cached_by_nobody,
+    filled_while_read,
+    open_transfer,
+    page_of_elsewhere,
+    row_replaced,
+)
 from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
 from .copies import NOTHING_LANDED, copy_finding
 
@@ -15,6 +22,10 @@ _SOURCE_WENT_WRONG = ("transfer_source_damaged", "transfer_source_changed")
 @rule("prefix hit before it was written", branch="content")
 def hit_before_written(cluster: Cluster) -> Diagnosis | None:
     """A page is in the prefix cache while its forward has yet to write it. (V#38715)"""
+    unfilled = cached_by_nobody(cluster)
+    if unfilled is not None:
+        said = f"{unfilled.place} was taken into the prefix cache after {unfilled.when} and had been given to nobody who could have computed it"
+        return cluster.diagnosis(0.85, said, unfilled, cause=unfilled.event)
     for sign in cluster.head:
         cached, given = cluster.last(sign, "cached"), cluster.last(sign, "alloc")
         if cluster.joined(sign) and filled_while_read(cluster, sign):
@@ -185,11 +196,12 @@ def prefix_not_computed(cluster: Cluster) -> Diagnosis | None:
     slots are fresh. (tt-inference-server#4557)
     """
     found = _never_filled(cluster)
-    if found is None or cluster.rewrite_of(found[0]) is not None:
+    if found is None or (cluster.rewrite_of(found[0]) is not None and not row_replaced(cluster, found[0])):
         return None
     sign, given = found
     since = (cluster.wrote(sign) or (-1,))[0]
-    if cluster.forked(sign) or any(since < at <= sign.event for at in cluster.facts.loads.get(sign.request_id, ())):
+    loaded = any(since < at <= sign.event for at in cluster.facts.loads.get(sign.request_id, ()))
+    if cluster.forked(sign) or (loaded and not behind_its_end(cluster, sign)):
         return None  # its parent or a storage was to fill it
     back = " was put back, came again and" if cluster.facts.retracted_before(sign.request_id, sign.event) else ""
     said = f"{sign.reader}{back} counts position {sign.position} as computed in {sign.when}; its slot was given to it in event "
@@ -251,7 +263,7 @@ def _load_came_short(cluster: Cluster) -> Diagnosis | None:
         sign, given = missing
         since = (cluster.wrote(sign) or (-1,))[0]
         load = next((at for at in cluster.facts.loads.get(sign.request_id, ()) if since < at <= sign.event), -1)
-        if load >= 0:
+        if load >= 0 and not behind_its_end(cluster, sign):
             said = f"{sign.reader} came back from the host in event {load} and reads {sign.place} in {sign.when}, which was given to "
             said += f"it in event {given.event} and which nothing has filled since: the load brought less than it counts for"
             return cluster.diagnosis(0.94, said, sign, given.event, load, sign.event, cause=load)

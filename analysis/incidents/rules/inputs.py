@@ -187,6 +187,7 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     score = 0.68 if cluster.facts.late_samples > 0 or not cluster.has_trace else 0.45
     score += 0.15 if again else -0.25 if resumed else 0
     score -= 0.1 if cluster.finding("input_not_truth") is not None else 0
+    score = min(score, 0.65) if resumed else score
     fed = f" (token {wrong.stored_token}, expected {wrong.expected_token})" if wrong is not None else ""
     said = f"{sign.reader} was fed another token than was sampled for it in {sign.when}{fed}: {sign.place}, it {sign.detail}"
     return cluster.diagnosis(score, said, sign, queries=(samples_query(sign, 3),))

@@ -8,6 +8,7 @@ from ..observed import (
     lost_all,
     lower_edge,
     misplaced,
+    row_replaced,
     taken_from_behind,
     twice_in_batch,
 )
@@ -80,6 +81,8 @@ def resume_overwrites_tail(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(0.6, said, sign, queries=())
     given = cluster.last(sign, "alloc")
     if given is None or cluster.filled_between(sign, given.event, change.event, "written"):
+        return None
+    if row_replaced(cluster, sign):  # no tail
         return None
     said = f"the row of {sign.reader} was overwritten from position {change.first_position} of {change.length} on with slots "
     said += f"given to it in event {given.event}, which hold nothing of it: {sign.place}, read in {sign.when}"
