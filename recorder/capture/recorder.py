@@ -209,7 +209,6 @@ class Recorder(EventRecording):
         `found` has, by the streams that are searched, `[tokens, kinds, layers]`, nothing if there are none; those of the forward are
         its `tokens`, None for all.
         """
-
         searched = (source for _, kv in of_runner(self.kv, forward.runner) for source in kv.sources)
         if not found and all(source.knows_usual for source in searched if isinstance(source, KvLayers)):
             return {}  # in nearly every forward, which must not take long
