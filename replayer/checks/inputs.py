@@ -186,7 +186,8 @@ class InputNotTruth(_InputCheck):
         if batch is None or not batch.first_event <= event < batch.first_event + batch.num_events:
             return
         ran = batch.event(event - batch.first_event)
-        lens = ran.ints("truth_lens")[ran.ints("req_pool_indices") == row]
+        lens, rows = ran.ints("truth_lens"), ran.ints("req_pool_indices")
+        lens = lens[rows == row] if len(lens) == len(rows) else lens[:0]  # of a forward whose tokens nobody told
         if len(lens) == 1 and row < len(truth):
             self._put_back[request] = view.number, truth[row, : min(end, int(lens[0]))].astype(np.int64)
         while sum(len(tokens) for _, tokens in self._put_back.values()) > _MOST_TOKENS:

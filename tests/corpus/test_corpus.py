@@ -132,6 +132,28 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
             0.9,
             "which it was never given",
         ),
+        ("gllm-rest_of_a_prompt_is_copied_before_it_has_its_pages", "prefix_not_computed", 0.93, "nobody has written"),
+        ("gllm-page_that_was_replaced_is_given_back_again_at_the_end", "free_too_early", 0.5, "given back twice"),
+        ("gllm-pages_of_cancelled_work_stay_in_the_cache", "hit_before_written", 0.85, "given to nobody"),
+        (
+            "gllm-preempted_request_has_no_more_prompt_than_it_was_asked_with",
+            "async_resume_wrong_input",
+            0.95,
+            "put back",
+        ),
+        ("sglang-host_pages_are_free_while_they_are_loaded", "host_copy_overwritten", 0.95, "in place of its copy"),
+        (
+            "sglang-last_slot_is_given_back_by_who_counts_and_by_who_decodes",
+            "double_free",
+            0.85,
+            "given back in event 57 as well",
+        ),
+        (
+            "transformers-token_that_was_sampled_last_counts_as_stored_after_a_suspension",
+            "prefix_not_computed",
+            0.93,
+            "counts position 32 as computed",
+        ),
     ],
 )
 def test_what_was_observed_names_it(outcomes, name, kind, score, words):

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from kvcanary.recorder.capture.paged import BlockUse, ShownBlocks
-from kvcanary.recorder.trace.header import Oracle
+from kvcanary.recorder.capture.paged import BlockUse, PagedRecorder, ShownBlocks
+from kvcanary.recorder.trace.header import EngineInfo, Oracle
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from ..support.engines.documented_engine import judged
@@ -231,3 +232,56 @@ def test_attached_late_it_knows_nothing_of_what_was_before(tmp_path: Path) -> No
     summary = judged(tmp_path / "trace.arrow")
     assert (summary.violations, summary.findings) == (0, 0)
     assert any("had run before" in loss for loss in summary.losses)
+
+
+@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize("others", [False, True])
+def test_who_is_let_in_again_before_the_next_look_was_preempted(tmp_path: Path, said: bool, others: bool) -> None:
+    """It computes its prompt again; in the very blocks that it had nobody knows of it but the engine."""
+    path, shown = tmp_path / "trace.arrow", {"a": [1, 2], "b": [3]}
+    pool = np.zeros((8, 4, 1, 16), np.uint8)
+
+    def blocks() -> BlockUse:
+        return BlockUse(dict(shown), free=[n for n in range(1, 8) if not any(n in held for held in shown.values())])
+
+    recorder = PagedRecorder(
+        path,
+        engine=EngineInfo(name="paged"),
+        keys={0: pool},
+        values=None,
+        axes="block slot head dim",
+        block_size=4,
+        max_requests=2,
+        max_len=8,
+        padding_blocks=[0],
+        blocks=blocks,
+        strict=True,
+    )
+
+    def forward(prefix: list[int], extend: list[int]) -> None:
+        spans = list(zip(shown.values(), prefix, extend, strict=True))
+        places = [(held, p) for held, begin, count in spans for p in range(begin, begin + count)]
+        recorder.before_step(
+            requests=[*shown],
+            prefix_lens=prefix,
+            extend_lens=extend,
+            input_ids=[p + 5 for _, p in places],
+            positions=[p for _, p in places],
+            slots=[held[p // 4] * 4 + p % 4 for held, p in places],
+            block_tables=[[*held, -1][:2] for held in shown.values()],
+        )
+        recorder.after_forward()
+
+    forward([0, 0], [5, 2])
+    forward([5, 2], [1, 1])
+    if others:
+        shown["a"] = [5, 4]
+    if said:
+        recorder.preempted("a")
+    forward([0, 3], [6, 1])
+    forward([6, 4], [1, 0])
+    recorder.close()
+    told = [event.scalar("status") for event in read_trace(path) if event.kind == "status"]
+    known = said or others
+    assert told == ["admitted", "admitted", *(["retracted", "admitted"] if known else [])]
+    assert judged(path).findings_by_kind == ({} if known else {"seq_len_backwards": 1})

@@ -77,6 +77,11 @@ CASES = {
         [("copy_differs", "stored_over", 12)],
         ["host_copy_overwritten"],
     ),
+    "another stored in its place while it was loaded": (
+        [(8, 4, (RIGHT, RIGHT), STORE), (20, 4, (OTHER, OTHER), STORE), (4, 12, (RIGHT, OTHER), LOAD)],
+        [("copy_differs", "stored_over", 12)],
+        ["host_copy_overwritten"],
+    ),
     "another order": (
         [(8, 4, (RIGHT, RIGHT), STORE), (4, 12, (RIGHT, TURNED, EMPTY), LOAD)],
         [("copy_differs", "other_order", 12)],
