@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from .analysis.store.session import SqlSession, open_report, open_traces
     from .kernels.ops.hash.kv_source import KvSource
     from .kernels.ops.oracle.own import HashOracle, TokenOracle
+    from .recorder.capture.block_use import BlockUse
     from .recorder.capture.device.recorder import DeviceRecorder
     from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
     from .recorder.capture.kv_tensor import KvTensor
-    from .recorder.capture.paged import BlockUse, PagedRecorder
+    from .recorder.capture.paged import PagedRecorder
     from .recorder.capture.privacy import IdentityValue, Privacy
     from .recorder.capture.recorder import Recorder
     from .recorder.capture.recurrent import StateAccess
@@ -43,7 +44,7 @@ EXPORTS: Final = {
     "AnalysisError": "analysis.errors",
     "AttentionInput": "recorder.capture.forward_input",
     "BlockTable": "recorder.capture.forward_input",
-    "BlockUse": "recorder.capture.paged",
+    "BlockUse": "recorder.capture.block_use",
     "DeviceRecorder": "recorder.capture.device.recorder",
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..ops.state_hash.triton import slot_hash
+from .frame_kv import compare_kv, copy_written, find_values, searched_layers
 from .frame_parts import (
     ATTENTION_AT,
     ATTENTION_CAPACITY,
@@ -30,12 +31,10 @@ from .frame_parts import (
     STATE_VALUES,
     STATES_AT,
     WATCH,
-    compare_kv,
     compare_table,
     copy_lens,
     copy_requests,
     copy_tokens,
-    copy_written,
     counters_of,
     descriptor_of,
     frame_of,
@@ -47,7 +46,6 @@ from .frame_parts import (
     tokens_before,
     write_shadow,
 )
-from .layer_parts import find_values, searched_layers
 
 TICKET_WORDS: Final = 24
 CARRIED_TILE: tl.constexpr = tl.constexpr(512)  # values a round of the one program that writes a ticket

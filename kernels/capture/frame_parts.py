@@ -1,4 +1,4 @@
-"""What the programs of the frame kernels do: copy a forward's inputs, find changes of tables and bytes.
+"""What the programs of the frame kernels do with a forward's inputs and tables; `frame_kv` has what they do with bytes.
 
 Addresses come from a descriptor in device memory (`frames.RunnerOnDevice.descriptor`) and what changes from forward to
 forward from a ticket (`frame_kernels`), so that a launch passes little.
@@ -7,7 +7,6 @@ forward from a ticket (`frame_kernels`), so that a launch passes little.
 import triton
 import triton.language as tl
 
-from ..ops.hash.triton import hash_word
 from ..ops.state_hash.reference import POOL_WORDS as _POOL_WORDS
 from . import frames
 
@@ -113,44 +112,6 @@ def table_of(descriptor, group):
 def shadow_row(of_table, row):
     """A row of a block table's shadow."""
     return tl.load(of_table + 4).to(tl.pointer_type(tl.int32)) + row * tl.load(of_table + 6)
-
-
-@triton.jit
-def _turn(word, seed):
-    """What `layers` adds to the number of a layer or a piece; of 64-bit integers that are not negative."""
-    return (hash_word(word.to(tl.uint64) ^ seed.to(tl.uint64)) & 0xFFFFFF).to(tl.int64)
-
-
-@triton.jit
-def token_word(at, cell):
-    """Where a slot's token begins in a layer of a stream's, from the stream's address or the layer's on."""
-    page = tl.load(at + 7)
-    return cell // page * tl.load(at + 1) + cell % page * tl.load(at + 8)
-
-
-@triton.jit
-def _word_of(at, cell):
-    """Where a slot's captured words begin, from a stream's address on: of one that samples layers as `layers` says."""
-    word = token_word(at, cell)
-    num_layers = tl.load(at + 10)
-    if num_layers > 0:
-        num_chunks, seed = tl.load(at + 12), tl.load(at + 14)
-        turn = cell // num_layers
-        layer = (cell - turn * num_layers + _turn(turn, seed)) % num_layers
-        chunk = (turn + _turn(turn // num_chunks, seed + 1)) % num_chunks
-        word += tl.load(tl.load(at + 11).to(tl.pointer_type(tl.int64)) + layer)
-        word += tl.load(tl.load(at + 13).to(tl.pointer_type(tl.int64)) + chunk)
-    return word
-
-
-@triton.jit
-def written_slots(stream_at, i, mask, ticket, bs, num_tokens):
-    """The slots of a stream's group that tokens are written to, and which of them are slots of its pool."""
-    descriptor, group = descriptor_of(ticket), tl.load(stream_at + 5)
-    table = tl.load(descriptor + GROUPS_AT + group * GROUP_WORDS + 4)
-    loc = tl.load(frame_of(ticket) + 3 * bs + (2 + table) * num_tokens + i, mask=mask, other=-1)
-    slot = through_shadow(descriptor, group, loc, mask)
-    return slot, mask & (slot >= 0) & (slot < tl.load(stream_at + 2))
 
 
 @triton.jit
@@ -354,87 +315,3 @@ def write_shadow(
             differs = compared & (slot != loc.to(tl.int32))
             if tl.sum(differs.to(tl.int64)) > 0:
                 put_cells(row, number, prefix + start, slot, differs, ticket, TILE)
-
-
-@triton.jit
-def copy_written(program, ticket, bs, num_tokens, token_programs, TILE: tl.constexpr):
-    """Copy the bytes of a tile of written tokens, of one stream, into the frame and the shadow."""
-    tile = tl.arange(0, TILE).to(tl.int64)
-    frame, descriptor = frame_of(ticket), descriptor_of(ticket)
-    stream = program // token_programs
-    at = descriptor + STREAMS_AT + stream * STREAM_WORDS
-    i = (program % token_programs) * TILE + tile
-    is_token = i < num_tokens
-    slot, inside = written_slots(at, i, is_token, ticket, bs, num_tokens)
-    words = tl.load(at + 3)
-    rows = tl.load(at).to(tl.pointer_type(tl.int64))
-    shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
-    cell = tl.where(inside, slot, 0)
-    there = rows + _word_of(at, cell)
-    inputs = 3 * bs + (2 + tl.load(descriptor + 9)) * num_tokens
-    out = frame + inputs + num_tokens * tl.load(at + 6) + i * words
-    for word in range(words):
-        content = tl.load(there + word, mask=inside, other=0)
-        tl.store(out + word, content, mask=is_token)
-        tl.store(shadow + cell * words + word, content, mask=inside)
-    known = tl.load(at + 9).to(tl.pointer_type(tl.uint8))
-    tl.store(known + cell, tl.full([TILE], 1, tl.uint8), mask=inside)
-
-
-@triton.jit
-def compare_kv(program, ticket, bs, splits, TILE: tl.constexpr):
-    """Compare the bytes of a share of one request's prefix with the shadow, of one stream."""
-    tile = tl.arange(0, TILE).to(tl.int64)
-    frame, descriptor = frame_of(ticket), descriptor_of(ticket)
-    stamp = tl.load(ticket)
-    stream = program // (bs * splits)
-    request = (program // splits) % bs
-    split = program % splits
-    at = descriptor + STREAMS_AT + stream * STREAM_WORDS
-    group = tl.load(at + 5)
-    of_group = descriptor + GROUPS_AT + group * GROUP_WORDS
-    row = tl.load(frame + request)
-    prefix = tl.load(frame + bs + request)
-    of_table = table_of(descriptor, group)
-    width = tl.load(of_table + 6)
-    if (row > 0) & (row < tl.load(of_table + 5)):
-        # The shadow holds what the forward read; the engine's own table may have moved on.
-        table = shadow_row(of_table, row)
-        window = tl.load(of_group)
-        first = tl.where(window > 0, tl.maximum(prefix - window, 0), 0)
-        end = tl.minimum(prefix, width)
-        rows = tl.load(at).to(tl.pointer_type(tl.int64))
-        words = tl.load(at + 3)
-        shadow = tl.load(at + 4).to(tl.pointer_type(tl.int64))
-        num_slots = tl.minimum(tl.load(at + 2), tl.load(of_group + 2))
-        stamps = tl.load(of_group + 3).to(tl.pointer_type(tl.int32))
-        known = tl.load(at + 9).to(tl.pointer_type(tl.uint8))
-        for start in range(first + split * TILE, end, splits * TILE):
-            position = start + tile
-            mask = position < end
-            slot = tl.load(table + position, mask=mask, other=0).to(tl.int64)
-            slot = through_shadow(descriptor, group, slot, mask)
-            inside = mask & (slot > 0) & (slot < num_slots)
-            cell = tl.where(inside, slot, 0)
-            there = rows + _word_of(at, cell)
-            differs = tl.zeros_like(cell)
-            for word in range(words):
-                now = tl.load(there + word, mask=inside, other=0)
-                then = tl.load(shadow + cell * words + word, mask=inside, other=0)
-                differs = tl.where(now != then, 1, differs)
-            changed = inside & (differs != 0)
-            if tl.sum(changed.to(tl.int64)) > 0:
-                # What this forward wrote is in the frame as written; what nobody wrote yet has no bytes to compare.
-                changed = changed & (tl.load(known + cell, mask=changed, other=0) != 0)
-                changed = changed & (tl.load(stamps + cell, mask=changed, other=0) != stamp)
-                found = tl.sum(changed.to(tl.int64))
-                if found > 0:
-                    place = tl.atomic_add(counters_of(ticket) + 2, found) + tl.cumsum(changed.to(tl.int64), 0) - 1
-                    fits = changed & (place < tl.load(ticket + KV_CAPACITY))
-                    out = frame + tl.load(ticket + KV_AT) + place * tl.load(ticket + KV_ENTRY)
-                    tl.store(out, tl.zeros_like(place) + stream, mask=fits)
-                    tl.store(out + 1, slot, mask=fits)
-                    for word in range(words):
-                        now = tl.load(there + word, mask=fits, other=0)
-                        tl.store(out + 2 + word, now, mask=fits)
-                        tl.store(shadow + cell * words + word, now, mask=fits)

@@ -18,8 +18,8 @@ from ..trace.header import TraceHeader
 from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS, SUBMITTED
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host, one_of
+from .kv_layers import KvLayers, Values
 from .kv_shadow import GroupKvShadow, of_runner
-from .kv_tensor import KvLayers, Values
 
 Submitted = Mapping[tuple[int, int], Any]
 # Columns of the event that a `CopiedForward` has under the same names.

@@ -17,7 +17,8 @@ from ..trace.header import KvStream, PoolGroup, TraceHeader
 from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
 from .forward_input import CopiedForward, KvChange
 from .host_arrays import gather_kv, mask_to_runs, on_device, on_host
-from .kv_tensor import KvLayers, KvTensor
+from .kv_layers import KvLayers
+from .kv_tensor import KvTensor
 
 Source = KvSource | KvTensor
 StreamSource = Source | KvLayers

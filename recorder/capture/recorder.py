@@ -19,8 +19,8 @@ from .engine_events import EventRecording
 from .forward_event import Submitted, add_submitted, forward_event, written_values
 from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_forward
 from .host_arrays import own_int64, wrapped
+from .kv_layers import KvLayers, Values
 from .kv_shadow import of_runner, store_forward, watch
-from .kv_tensor import KvLayers, Values
 from .recording import guarded, prepare_kernels
 from .recurrent import StateChange
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture.layers import FLOATS, INFINITE, NAN, ZEROS, watched_bytes
-from kvcanary.recorder.capture.kv_tensor import USUAL_ROWS, KvLayers, KvTensor
+from kvcanary.recorder.capture.kv_layers import USUAL_ROWS, KvLayers
+from kvcanary.recorder.capture.kv_tensor import KvTensor
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 LAYERS, SLOTS, BLOCK, HEADS, DIM, SEED = 3, 24, 4, 2, 16, 99

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcanary.recorder.capture.paged import BlockUse, PagedRecorder, ShownBlocks
+from kvcanary.recorder.capture.block_use import BlockUse, ShownBlocks
+from kvcanary.recorder.capture.paged import PagedRecorder
 from kvcanary.recorder.trace.header import EngineInfo, Oracle
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 

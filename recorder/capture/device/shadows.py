@@ -24,7 +24,8 @@ from ....kernels.ops.hash.kv_source import KvSource
 from ....kernels.ops.state_hash.reference import POOL_WORDS
 from ...trace.header import KvStream, TraceHeader
 from ..host_arrays import own_int64
-from ..kv_tensor import KvTensor, LayerPlaces
+from ..kv_layers import LayerPlaces
+from ..kv_tensor import KvTensor
 
 HASHING_PROGRAMS: Final = 64  # of what is changed between forwards: few slots
 
