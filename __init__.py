@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .recorder.capture.block_use import BlockUse
     from .recorder.capture.device.recorder import DeviceRecorder
     from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
+    from .recorder.capture.host_arrays import CopyEnds
     from .recorder.capture.kv_tensor import KvTensor
     from .recorder.capture.paged import PagedRecorder
     from .recorder.capture.privacy import IdentityValue, Privacy
@@ -45,6 +46,7 @@ EXPORTS: Final = {
     "AttentionInput": "recorder.capture.forward_input",
     "BlockTable": "recorder.capture.forward_input",
     "BlockUse": "recorder.capture.block_use",
+    "CopyEnds": "recorder.capture.host_arrays",
     "DeviceRecorder": "recorder.capture.device.recorder",
     "EngineInfo": "recorder.trace.header",
     "ForwardInput": "recorder.capture.forward_input",
@@ -67,6 +69,8 @@ EXPORTS: Final = {
     "StatePool": "recorder.trace.header",
     "StateTable": "recorder.trace.header",
     "Summary": "replayer.report.summary",
+    "TIER_HOST": "recorder.trace.schema",
+    "TIER_POOL": "recorder.trace.schema",
     "TableRead": "recorder.capture.forward_input",
     "TokenOracle": "kernels.ops.oracle.own",
     "TraceError": "recorder.errors",
@@ -83,10 +87,13 @@ EXPORTS: Final = {
 
 # pyflakes and type checkers read literals alone; a test holds that this is `EXPORTS` and the version.
 __all__ = [
+    "TIER_HOST",
+    "TIER_POOL",
     "AnalysisError",
     "AttentionInput",
     "BlockTable",
     "BlockUse",
+    "CopyEnds",
     "DeviceRecorder",
     "EngineInfo",
     "ForwardInput",

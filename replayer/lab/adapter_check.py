@@ -236,7 +236,7 @@ def _run(
         seen=min(seen, default=-1),
         found_by={**summary.violations_by_reason, **summary.findings_by_kind},
         first=str(first.get("detail", "")),
-        doubts=tuple(summary.doubts),
+        doubts=(*summary.doubts, *summary.losses),
         engine_failed=failed,
     )
     return trial, summary, engine, offered
