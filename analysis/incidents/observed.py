@@ -116,9 +116,10 @@ def behind_its_end(cluster: Cluster, sign: Sign) -> bool:
 
 
 def row_replaced(cluster: Cluster, sign: Sign) -> bool:
-    """Whether all that a sign's request had computed was put into slots that its row does not name any more."""
+    """Whether a request's row names other slots for all that it has computed, and it was not put back meanwhile."""
     change = cluster.rewrite_of(sign)
-    return change is not None and change.first_position == 0 and change.count >= change.length
+    whole = change is not None and change.first_position == 0 and change.count >= change.length
+    return whole and not cluster.facts.retracted_before(sign.request_id, sign.event)
 
 
 def cached_by_nobody(cluster: Cluster) -> Sign | None:
