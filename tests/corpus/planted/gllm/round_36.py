@@ -6,7 +6,7 @@ from .round_35 import Written
 
 
 @bug(
-    "vllm-project/vllm-ascend#1492", "gllm-whole", "attention_seq_len_wrong", "attention_table_overwritten",
+    "vllm-project/vllm-ascend#1492", "gllm-whole", "attention_seq_len_wrong", "attention_table_overwritten", "req_to_token",
     origin="vLLM Ascend",
 )  # fmt: skip
 def prompt_behind_a_hit_attends_to_itself_alone(fired: Fired) -> None:
