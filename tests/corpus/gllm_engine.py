@@ -35,6 +35,13 @@ SETUPS = {
     "gllm-idle": real.Setup(model=LLAMA, kv_heads=1, page=4, pages=36, running=2),
     "gllm-ragged": real.Setup(layers=3, page=8, pages=32, chunk=28, running=6, graphs=6, penalty=1.2),
     "gllm-cancel": real.Setup(model=QWEN2, kv_heads=4, page=8, pages=30, chunk=15, running=3),
+    "gllm-whole": real.Setup(model=QWEN2, heads=6, kv_heads=3, page=16, pages=26, chunk=96, running=3, graphs=0),
+    "gllm-digests": real.Setup(
+        model=LLAMA, layers=4, page=4, pages=64, chunk=30, running=5, graphs=3, schedule="token_throttling"
+    ),
+    "gllm-swaps": real.Setup(
+        heads=2, dim=32, page=8, pages=15, chunk=56, running=4, graphs=3, reserve=0.1, prefix_cache=False
+    ),
 }
 
 
@@ -113,6 +120,28 @@ def workload(setup: str) -> dict[int, list]:
             3: [("c", tokens(21), 10), ("d", tokens(9), 12)],
             8: [("e", shared + tokens(14), 9)],
             15: [("f", shared + tokens(4), 8), ("g", tokens(3), 7)],
+        }
+    if setup == "gllm-whole":  # that are asked again for longer, each in one piece
+        first = tokens(40)
+        return {
+            0: [("a", first, 12), ("b", shared + tokens(7), 15)],
+            6: [("c", first[:32] + tokens(21), 9)],
+            14: [("d", shared + tokens(30), 10), ("e", tokens(19), 6)],
+            22: [("f", ("a", tokens(5)), 8)],
+        }
+    if setup == "gllm-digests":  # of many pages, some of which come again
+        return {
+            0: [("a", tokens(25), 12), ("b", shared + tokens(13), 10)],
+            5: [("c", tokens(38), 7), ("d", shared + tokens(4), 14)],
+            11: [("e", tokens(29), 9)],
+            18: [("f", shared[:12] + tokens(17), 8), ("g", tokens(33), 6)],
+            26: [("h", ("a", tokens(9)), 7)],
+        }
+    if setup == "gllm-swaps":  # that all grow, while others wait for room
+        return {
+            0: [("a", tokens(22), 40), ("b", tokens(17), 36), ("c", tokens(26), 30)],
+            8: [("d", tokens(20), 18)],
+            40: [("e", tokens(31), 9)],
         }
     return {  # one of which is aborted between two parts of it, and asked again
         0: [("a", tokens(12), 16)],

@@ -275,6 +275,35 @@ def _recurrent_parked(ask: Asked) -> None:
     ask.again = [ask.tokens(41), ask.prompts[0] + ask.tokens(4), ask.tokens(22)]
 
 
+def _llama_page32_mixed(ask: Asked) -> None:
+    """Prompts of more than a page, which are computed beside decodes and gone on with behind whole pages."""
+    ask.prompts = [ask.tokens(count) for count in (70, 38, 101, 33)]
+    ask.again = [ask.prompts[0][:64] + ask.tokens(15), ask.tokens(47), ask.prompts[2] + ask.tokens(6)]
+
+
+def _recurrent_reuse(ask: Asked) -> None:
+    """Prompts of two chunks and more, and others that leave them behind the first."""
+    ask.prompts = [ask.tokens(count) for count in (58, 75, 24)]
+    ask.again = [
+        ask.prompts[0][:44] + ask.tokens(13),
+        ask.tokens(21),
+        ask.prompts[1][:39] + ask.tokens(30),
+        ask.prompts[0] + ask.tokens(7),
+    ]
+
+
+def _llama_overlap_page2_alone(ask: Asked) -> None:
+    """Prompts that are answered together, and gone on with behind the answers."""
+    ask.prompts = [ask.tokens(count) for count in (18, 9, 31, 26)]
+    ask.again = [ask.prompts[0] + ask.tokens(11), ask.tokens(40), ask.prompts[3][:20] + ask.tokens(8)]
+
+
+def _llama_page16_rounds(ask: Asked) -> None:
+    """Prompts of less than a page and of several, some of which come again."""
+    ask.prompts = [ask.tokens(count) for count in (13, 49, 34, 20)]
+    ask.again = [ask.prompts[1] + ask.tokens(10), ask.tokens(28), ask.prompts[2]]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -352,6 +381,10 @@ SETUPS = {
     "llama-host-page8-pinned": Setup("llama", 8, 152, False, 4, False, then=_long_ones),
     "llama-overlap-page1-ends": Setup("llama", 1, 186, True, 3, False, then=_llama_overlap_page1_ends),
     "recurrent-parked": Setup("lfm2", 1, 432, False, 3, False, then=_recurrent_parked),
+    "llama-page32-mixed": Setup("llama", 32, 640, False, 3, False, then=_llama_page32_mixed),
+    "recurrent-reuse": Setup("lfm2", 1, 416, False, 2, False, then=_recurrent_reuse),
+    "llama-overlap-page2-alone": Setup("llama", 2, 300, True, 4, False, then=_llama_overlap_page2_alone),
+    "llama-page16-rounds": Setup("llama", 16, 368, False, 4, False, then=_llama_page16_rounds),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -360,4 +393,8 @@ TELLING = (
     "llama-host-page8-pinned",
     "llama-overlap-page1-ends",
     "recurrent-parked",
+    "llama-page32-mixed",
+    "recurrent-reuse",
+    "llama-overlap-page2-alone",
+    "llama-page16-rounds",
 )

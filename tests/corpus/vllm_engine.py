@@ -157,6 +157,20 @@ def generate(setup: str, folder: Path) -> None:
 
             drawn = torch.Generator().manual_seed(number + 1)
             given = [{"prompt_embeds": torch.randn(len(prompt), 96, generator=drawn)} for prompt in batch]
+        if setup == "qwen-embeds-modes":  # those of the second batch are the others turned around
+            import torch
+
+            size, way = llm.llm_engine.model_config.get_hidden_size(), -1 if number == 1 else 1
+            drawn = torch.randn(640, size, generator=torch.Generator().manual_seed(19))
+            given = [{"prompt_embeds": way * drawn[prompt]} for prompt in batch]
+        if setup == "llama-streaming-turns" and number == 1:  # goes on behind the first turns, their last tokens too
+            given = [
+                {"prompt_token_ids": asked + answer[: 64 - len(asked)] + prompt}
+                for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
+            ]
+        if setup == "llama-streaming-turns":
+            outputs += with_turns(llm, number, given, sampling)
+            continue
         if setup == "llama-aborts":
             outputs += with_aborts(llm, number, given, sampling)
             continue
@@ -301,6 +315,51 @@ def with_further_input(llm: Any, number: int, prompts: list, sampling: list) -> 
             llm.reset_prefix_cache(reset_running_requests=True)
         for o in engine.step():
             answers[o.request_id] += o.outputs[0].token_ids
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_turns(llm: Any, number: int, prompts: list, sampling: list) -> list[list[int]]:
+    """Answer prompts step by step until each has 64 tokens, and compute what is put in behind that.
+
+    Later prompts have one turn. Sessions are never done for this engine, which is left when it has no more to do.
+    """
+    from collections import defaultdict
+
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, answers = llm.llm_engine, defaultdict(list)
+
+    def add(i: int, tokens: list[int], more: bool) -> None:
+        one = sampling[i].clone()
+        one.output_kind, one.max_tokens = RequestOutputKind.DELTA, 64 - len(prompts[i]["prompt_token_ids"])
+        request = engine.input_processor.process_inputs(
+            f"{number}-{i}",
+            {"prompt_token_ids": list(tokens)},  # which a session makes longer
+            one,
+            supported_tasks=engine.get_supported_tasks(),
+            resumable=more,
+        )
+        request.external_req_id = request.request_id
+        engine.output_processor.add_request(request, None, None, 0)
+        engine.engine_core.add_request(request)
+
+    for i, prompt in enumerate(prompts):
+        if number == 0:
+            add(i, prompt["prompt_token_ids"], True)
+        else:
+            engine.add_request(f"{number}-{i}", prompt, sampling[i])
+    for step in range(80):
+        if number and [len(answers[f"{number}-{i}"]) for i in range(len(prompts))] == [s.max_tokens for s in sampling]:
+            break
+        if (number, step) == (0, 3):
+            for i in range(len(prompts)):
+                add(i, prompts[(i + 1) % len(prompts)]["prompt_token_ids"][-11:], True)
+                add(i, [0], False)  # no more than that
+        for o in engine.step():
+            if number == 0:
+                answers[o.request_id] += o.outputs[0].token_ids
+            else:
+                answers[o.request_id] = list(o.outputs[0].token_ids)
     return [answers[name] for name in sorted(answers)]
 
 

@@ -31,6 +31,11 @@ TELLING = (
     "delta-hits",
     "llama-strides",
     "sliding-offsets",
+    "llama-streaming-turns",
+    "delta-together",
+    "sliding-loads-heads",
+    "qwen-clamps",
+    "qwen-embeds-modes",
 )
 
 
@@ -922,4 +927,87 @@ def _sliding_offsets(ask: Asked) -> Batches:
     return [
         [ask.tokens(28), ask.tokens(36), ask.shared + ask.tokens(34)],
         [ask.shared + ask.tokens(22), ask.tokens(17), ask.shared[:50] + ask.tokens(9)],
+    ]
+
+
+@setup(
+    "llama-streaming-turns",
+    "llama",
+    {"max_num_batched_tokens": 66, "num_gpu_blocks_override": 54, "max_num_seqs": 7},
+)
+def _llama_streaming_turns(ask: Asked) -> Batches:
+    """Prompts that further input follows behind an answer, and others that go on behind the same answers."""
+    return [
+        [ask.tokens(21), ask.shared[:38], ask.tokens(29)],
+        [ask.tokens(12), ask.tokens(19), ask.tokens(7)],
+        [ask.tokens(33), ask.shared[:38] + ask.tokens(6)],
+    ]
+
+
+@setup(
+    "delta-together",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 400, "num_gpu_blocks_override": 40, "max_num_seqs": 4},
+)
+def _delta_together(ask: Asked) -> Batches:
+    """Prompts that begin alike and come at the same time."""
+    first = ask.tokens(140)
+    return [
+        [ask.tokens(48), ask.tokens(31)],
+        [first + ask.tokens(9), first + ask.tokens(14), ask.tokens(26)],
+        [first + ask.tokens(5), ask.tokens(37)],
+    ]
+
+
+@setup(
+    "sliding-loads-heads",
+    "sliding",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "both", "most_blocks": 2}},
+        "block_size": 16,
+        "max_num_batched_tokens": 70,
+        "num_gpu_blocks_override": 48,
+        "max_num_seqs": 3,
+    },
+)
+def _sliding_loads_heads(ask: Asked) -> Batches:
+    """Prompts that are asked again with other ends, of which two blocks at a time are loaded."""
+    longer = [ask.shared[:45] + ask.tokens(12), ask.tokens(39), ask.tokens(62)]
+    return [
+        longer,
+        [longer[1] + ask.tokens(10), ask.shared[:45] + ask.tokens(20)],
+        [ask.tokens(24), longer[2] + ask.tokens(8), longer[0] + ask.tokens(3)],
+    ]
+
+
+@setup(
+    "qwen-clamps",
+    "qwen",
+    {"max_num_batched_tokens": 58, "num_gpu_blocks_override": 52, "max_num_seqs": 4},
+)
+def _qwen_clamps(ask: Asked) -> Batches:
+    """Prompts that go on for long behind what they hit, while others use up most of a step."""
+    return [
+        [ask.shared + ask.tokens(5), ask.tokens(30), ask.tokens(17)],
+        [ask.tokens(12), ask.shared + ask.tokens(66), ask.shared[:66] + ask.tokens(41), ask.tokens(40)],
+    ]
+
+
+@setup(
+    "qwen-embeds-modes",
+    "qwen",
+    {
+        "enable_prompt_embeds": True,
+        "max_num_batched_tokens": 72,
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_embeds_modes(ask: Asked) -> Batches:
+    """Prompts of embeddings: the same ones, read in one way and in another."""
+    longer = [ask.shared[:66] + ask.tokens(8), ask.tokens(41), ask.tokens(23)]
+    return [
+        longer,
+        [longer[0] + ask.tokens(9), ask.tokens(28), longer[1]],
+        [ask.shared[:66] + ask.tokens(17), longer[2] + ask.tokens(14)],
     ]
