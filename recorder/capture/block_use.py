@@ -58,10 +58,13 @@ class ShownBlocks:
         """Return who uses blocks."""
         return set(self._tables)
 
-    def has_other(self, request: Hashable, place: int, now: BlockUse) -> bool:
-        """Say whether the block at a place of a request's table is another one now, or none; it was some block before."""
-        before, shown = self._tables.get(request, []), now.tables.get(request, ())
-        return place < len(before) and before[place] not in shown[place : place + 1]
+    def was_taken_from(self, request: Hashable, blocks: int, kept: int, now: BlockUse) -> bool:
+        """Say whether a request has other blocks, or fewer, for the first `blocks` of its table, all of which it had filled.
+
+        Not so if it goes on from `kept` blocks that the prefix cache does not lend: then it has them still.
+        """
+        before, shown = self._tables.get(request, [])[:blocks], [*now.tables.get(request, ())][:blocks]
+        return before != shown and set(shown[:kept]) <= set(now.cached)
 
     def compare(self, now: BlockUse, written: Collection[int] = ()) -> list[BlockChange]:
         """Return what has changed hands since the last call, in the order in which it may be recorded.

@@ -235,8 +235,9 @@ class PagedRecorder(Recorder):
         self._record_changes(given)
 
     def _begins_anew(self, request: Hashable, begin: int, use: BlockUse) -> bool:
-        """Say whether a request computes again what it has computed, in other blocks: those were taken from it meanwhile."""
-        return begin < self._ends.get(request, 0) and self._blocks.has_other(request, begin // self._block_size, use)
+        """Say whether a request computes again what it has computed: its blocks were taken from it meanwhile, and others given."""
+        end, size = self._ends.get(request, 0), self._block_size
+        return begin < end and self._blocks.was_taken_from(request, -(-end // size), -(-begin // size), use)
 
     def _see(self, request: Hashable) -> int:
         """Return a request's number, and record its name when it is new."""
