@@ -18,10 +18,8 @@ def attach(backend, path, **options):
     table, slots = rows.req_to_token_indexs, pool.allocator
     prefill, decode, forward, post = backend.prefill, backend.decode, model.forward, backend._post_handle
     leave, pause = context._filter, context.pause_reqs
-    batch, told = (
-        [],
-        {"prefill": False, "rows": 0},
-    )  # the requests of the forward that runs; what it is, and how many rows it has
+    batch = []  # the requests of the forward that runs
+    told = {"prefill": False, "rows": 0}  # what it is, and how many rows it has, padding's too
     launched = deque()  # forwards whose tokens are not known yet, and their rows
     given = {}  # request -> the slots of its positions, as the cache and the allocator gave them, before they are in the table
 

@@ -27,6 +27,7 @@ SETUPS = {
     "light-overlap": real.Setup(model=QWEN2, kv_heads=4, slots=160, chunk=30, running=5, graphs=5, penalty=1.3),
     "light-passes": real.Setup(slots=150, running=5, chunk=20, tokens=20, graphs=3, dtype="bfloat16"),
     "light-freed": real.Setup(layers=1, slots=120, running=3, chunk=28, tokens=30, overlap=False, longest=90),
+    "light-equal": real.Setup(heads=2, kv_heads=1, slots=128, running=4, chunk=16, tokens=36, step=1, longest=100),
     "light-mixed": real.Setup(dim=32, slots=190, chunk=16, tokens=48, mixed=True, graphs=0),
 }
 
@@ -104,6 +105,13 @@ def workload(setup: str) -> dict[int, list]:
             10: [("b", tokens(25), 7)],
             20: [("c", shared + tokens(3), 8), ("d", tokens(12), 9)],
             34: [("e", shared + tokens(8), 6)],
+        }
+    if setup == "light-equal":  # two of which are the same, and run side by side
+        return {
+            0: [("a", shared, 9), ("b", shared, 9)],
+            16: [("c", other + tokens(8), 10)],
+            20: [("d", other + tokens(4), 7), ("e", tokens(30), 6)],
+            34: [("f", shared + tokens(9), 8)],
         }
     return {  # that are answered beside prompts of others, one of which is aborted
         0: [("a", tokens(10), 14)],

@@ -241,3 +241,17 @@ def decoded_requests_of_a_mixed_step_get_no_new_token(fired: Fired) -> None:
         before(input_ids=right, **given)
         if (right != input_ids).any():
             fired()
+
+
+@bug("vllm-project/vllm-ascend#10098", "light-equal", "page_leaked", origin="vLLM Ascend")
+def what_is_stored_already_is_waited_for(fired: Fired) -> None:
+    """What a request that is done has of the pool is freed when the store says that it has taken it over. If the store has all of it already there is nothing to take over, nothing is said, and it is never
+    freed."""
+
+    @replaces(import_module(f"{INFER}.infer_batch").InferenceContext, "_full_att_free_req")
+    def _full_att_free_req(before, context, free_token_index, req):
+        own, length = req.get_radix_cache_shared_len(), req.cur_kv_len
+        before(context, free_token_index=free_token_index, req=req)
+        if own < length == own + len(free_token_index[-1]):
+            fired()
+            del free_token_index[-1]
