@@ -6,7 +6,7 @@
 What needs a GPU, or other processes, is replaced: streams, events and pinned memory (none), attention, rotary embedding and
 activation (plain torch; Triton's interpreter runs the other kernels, LightLLM's own), CUDA graphs (the model is run over the
 graph's own buffers), shared memory and sockets (memory and lists of this process), the checkpoint (small random weights).
-Router and queue, the two threads of the inference loop that overlap, chunked prefill, pausing, padding to a graph's size, the
+Router and queue, the two threads of the inference loop that overlap, chunked prefill, padding to a graph's size, the
 radix cache, the token allocator and the table of tokens are LightLLM's own. A step is one turn of the inference loop.
 """
 
@@ -38,7 +38,7 @@ EOS = VOCAB - 1  # nobody is asked it, and it is masked to the end
 class Setup:
     """How an engine is made: `slots` is what the pool has, `chunk` what a prompt may have of a step, `graphs` the largest batch that a graph decodes.
 
-    `expected` is how long the router takes an answer to be, whatever is asked for: short, and requests are paused.
+    `expected` is how long the router takes an answer to be, whatever is asked for, until the first is done.
     """
 
     model: str = "llama.model.LlamaTpPartModel"
