@@ -18,6 +18,7 @@ EXPECTED = {
     "mini_sglang.py": None,  # an adapter: tests/conformance/mini_sglang checks it
     "nano_vllm.py": None,  # an adapter: tests/recorder/test_paged.py runs it
     "record_gllm.py": None,  # an adapter: tests/conformance/gllm checks it
+    "record_lightllm.py": None,  # an adapter: tests/conformance/lightllm checks it
     "record_transformers.py": ["clean: "],
     "triage_notebook.py": ["corrupt 294 violations", "free_too_early", "7f6f6bd2"],
     "tutorial_engine.py": None,

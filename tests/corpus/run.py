@@ -44,12 +44,14 @@ PYTHON = {
     "nano": ".venv",
     "minisgl": ".venv-vllm",
     "gllm": ".venv",
+    "lightllm": ".venv",
 }
 # Engines that are no packages: which variable names their clone, and of what.
 CLONES = {
     "nano": ("NANO_VLLM", "github.com/GeeeekExplorer/nano-vllm"),
     "minisgl": ("MINI_SGLANG", "github.com/sgl-project/mini-sglang"),
     "gllm": ("GLLM", "github.com/gty111/gLLM"),
+    "lightllm": ("LIGHTLLM", "github.com/ModelTC/LightLLM"),
 }
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

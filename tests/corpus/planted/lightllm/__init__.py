@@ -1,0 +1,1 @@
+"""Bugs planted into LightLLM: each round of what was held out."""
