@@ -19,6 +19,7 @@ from .observed import (
     cached_by_nobody,
     filled_while_read,
     given_at_once,
+    given_what_is_cached,
     goes_on_inside,
     handed_round,
     has_its_row,
@@ -189,6 +190,8 @@ def _by_its_holder(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
     if hit_what_it_was_given(cluster, sign) is not None:
         return Likely("allocation", ("stale_prefix_hit", "free_too_early", "radix_insert_then_free"))
+    if given_what_is_cached(cluster, sign):
+        return Likely("allocation", ("radix_insert_then_free", "page_given_twice"))
     if window_gone_round(cluster, sign):
         return Likely("allocation", ("stale_prefix_hit", "shared_page_written"))
     if seen.held is Held.JOINED_GONE and filled_while_read(cluster, sign):

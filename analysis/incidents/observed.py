@@ -344,6 +344,18 @@ def hit_what_it_was_given(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | N
     return (back, given) if anew and as_cached and untouched else None
 
 
+def given_what_is_cached(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request that has hit nothing begins by writing several slots, pages of one each, that the prefix cache holds.
+
+    Where tables are compared, slots that the cache holds count as lent, even those that the allocator gave out.
+    """
+    begin = cluster.facts.begins.get(sign.request_id)
+    begins = begin is not None and begin.event == sign.event and begin.prefix_len == 0
+    alone = bool(cluster.groups) and cluster.groups[cluster.group(sign)].page_size == 1
+    many = alone and sign.position == 0 and sign.count > 1
+    return begins and many and sign.cause == "held_by_cache" and cluster.joined(sign)
+
+
 def half_of_a_page(cluster: Cluster, sign: Sign) -> bool:
     """Whether a page holds a request's own tokens up to a slot, and from there on those of another place."""
     group = cluster.group(sign)

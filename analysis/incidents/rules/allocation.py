@@ -3,7 +3,7 @@
 from ..cluster import Cluster, Diagnosis, rule
 from ..facts import FACTS_A_SLOT, Fact
 from ..likely import POSSIBLE, REMAINS
-from ..observed import hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
+from ..observed import given_what_is_cached, hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
@@ -174,6 +174,11 @@ def _nobody_else_had(cluster: Cluster, sign: Sign) -> bool:
 @rule("freed under the prefix cache", branch="allocation")
 def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     """Pages are inserted in the prefix cache and then freed, by a request that no longer owns them. (S#38319)"""
+    written = cluster.finding("write_to_foreign_slot")
+    if written is not None and given_what_is_cached(cluster, written):
+        said = f"{written.reader} computed its whole prompt in {written.when}, from {written.place} on, in slots that the prefix cache holds: "
+        said += "they were given to it as free ones"
+        return cluster.diagnosis(0.65, said, written, *written.evidence, cause=written.event)
     sign = cluster.finding("foreign_slot_freed")
     if sign is None or sign.request_id < 0:
         again = cluster.finding("slot_freed_twice")

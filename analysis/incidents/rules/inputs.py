@@ -10,7 +10,7 @@ from ..observed import (
     over_its_window,
     skipped,
 )
-from ..sign import POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
+from ..sign import CONTENT, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
 
 
 @rule("a request's length went back", branch="input", aftermath=True)
@@ -21,7 +21,8 @@ def seq_len_backwards(cluster: Cluster) -> Diagnosis | None:
         return None
     said = f"the length of {sign.reader} went back in {sign.when}: it {sign.detail}"
     queries = (request_query(sign.request_id), events_query(sign.evidence))
-    return cluster.diagnosis(0.96, said, sign, queries=queries, cause=sign.event)
+    # One that begins anew may have lost its slots, which an adapter that compares tables need not have been shown.
+    return cluster.diagnosis(0.96 if sign.position else 0.6, said, sign, queries=queries, cause=sign.event)
 
 
 @rule("positions are not the tokens' own", branch="input")
@@ -187,7 +188,12 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     score = 0.68 if cluster.facts.late_samples > 0 or not cluster.has_trace else 0.45
     score += 0.15 if again else -0.25 if resumed else 0
     score -= 0.1 if cluster.finding("input_not_truth") is not None else 0
-    score = min(score, 0.65) if resumed else score
+    # A row that is another's has another's tokens too.
+    astray = any(
+        s.bits & CONTENT and s.request_id == sign.request_id and s.writer_request_id not in (-1, s.request_id)
+        for s in cluster.head
+    )
+    score = min(score, 0.65) if resumed or astray else score
     fed = f" (token {wrong.stored_token}, expected {wrong.expected_token})" if wrong is not None else ""
     said = f"{sign.reader} was fed another token than was sampled for it in {sign.when}{fed}: {sign.place}, it {sign.detail}"
     return cluster.diagnosis(score, said, sign, queries=(samples_query(sign, 3),))

@@ -3,6 +3,7 @@
 from ..cluster import Cluster, Diagnosis, events_query, rule
 from ..facts import Fact
 from ..observed import (
+    given_what_is_cached,
     its_own_slot,
     let_in_again,
     over_its_own,
@@ -112,7 +113,8 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
         said = (
             f"{sign.reader} wrote {sign.place} in {sign.when}, which {holder} since event {joined.event} or before: it "
         )
-        return cluster.diagnosis(0.95, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
+        score = 0.6 if given_what_is_cached(cluster, sign) else 0.95
+        return cluster.diagnosis(score, said + sign.detail, sign, joined.event, sign.event, cause=sign.event)
     return None
 
 
