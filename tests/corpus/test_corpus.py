@@ -1,5 +1,6 @@
 """The saved traces of public bugs: found in time, one incident each, its kind right; and runs without a bug are clean."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -12,9 +13,18 @@ from kvcanary.analysis.incidents.rules import RULES
 from run import CERTAIN, DATA, HIGH, PAGE, look, outcome
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return {name: outcome(bug) for name, bug in BUGS.items()}
+@functools.cache
+def judged(name):
+    return outcome(BUGS[name])
+
+
+def test_all_of_them():
+    """In one test, since what is judged takes long and each of pytest's workers would judge them all."""
+    outcomes = {name: judged(name) for name in BUGS}
+    found_no_later_than_it_is_read(outcomes)
+    the_right_kind_comes_first(outcomes)
+    of_what_no_rule_knows_no_kind_is_sure(outcomes)
+    nobody_is_told_names_of_reasons(outcomes)
 
 
 def test_each_bug_has_its_trace_and_all_are_small():
@@ -25,7 +35,7 @@ def test_each_bug_has_its_trace_and_all_are_small():
     assert all(link(bug.tracker).startswith("https://github.com/") for bug in BUGS.values())
 
 
-def test_found_no_later_than_it_is_read(outcomes):
+def found_no_later_than_it_is_read(outcomes):
     late = {name: (o.found, o.reads) for name, o in outcomes.items() if o.effective and not 0 <= o.found <= o.reads}
     assert late.keys() == {name for name, bug in BUGS.items() if bug.late}
     assert {name for name, (found, _) in late.items() if found < 0} == {
@@ -33,7 +43,7 @@ def test_found_no_later_than_it_is_read(outcomes):
     }
 
 
-def test_the_right_kind_comes_first(outcomes):
+def the_right_kind_comes_first(outcomes):
     effective = [o for o in outcomes.values() if o.effective]
     assert len(effective) >= 40
     assert sum(o.right for o in effective) >= 0.9 * len(effective)
@@ -41,10 +51,14 @@ def test_the_right_kind_comes_first(outcomes):
     assert sum(o.incidents for o in effective) <= 1.1 * len(effective)
 
 
-def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
+def of_what_no_rule_knows_no_kind_is_sure(outcomes):
     told = [o for o in outcomes.values() if o.effective and o.incidents]
     assert not [(o.bug.trace, o.unknown) for o in told if o.unknown[2] >= CERTAIN]
     assert sum(o.unknown[1] == RULES[o.bug.kinds[0]].branch for o in told) >= 0.9 * len(told)
+
+
+def nobody_is_told_names_of_reasons(outcomes):
+    assert not [o.sentence for o in outcomes.values() if "VERIFY_" in o.sentence or "no rule" in o.sentence.lower()]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +73,8 @@ def test_of_what_no_rule_knows_no_kind_is_sure(outcomes):
         ("transformers-tail_block_shared_by_fork", "shared_page_written", "before anything stood there"),
     ],
 )
-def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
-    o = outcomes[name]
+def test_what_was_observed_makes_it_sure(name, kind, words):
+    o = judged(name)
     assert (o.kind, o.score >= HIGH, o.incidents) == (kind, True, 1)
     assert words in o.sentence
 
@@ -156,23 +170,19 @@ def test_what_was_observed_makes_it_sure(outcomes, name, kind, words):
         ),
     ],
 )
-def test_what_was_observed_names_it(outcomes, name, kind, score, words):
-    o = outcomes[name]
+def test_what_was_observed_names_it(name, kind, score, words):
+    o = judged(name)
     assert (o.kind, o.score, o.incidents) == (kind, score, 1)
     assert words in o.sentence
 
 
-def test_who_is_not_sure_says_what_else_it_may_be(outcomes):
-    sentence = outcomes["sglang-row_gets_new_pages_alone"].sentence
+def test_who_is_not_sure_says_what_else_it_may_be():
+    sentence = judged("sglang-row_gets_new_pages_alone").sentence
     assert "it may also be " in sentence
     assert (
         "tokens written to the wrong slots, which a write that went to another slot than the row names would show"
         in sentence
     )
-
-
-def test_nobody_is_told_names_of_reasons(outcomes):
-    assert not [o.sentence for o in outcomes.values() if "VERIFY_" in o.sentence or "no rule" in o.sentence.lower()]
 
 
 @pytest.mark.parametrize("trace", sorted(DATA.glob("*-clean-*.arrow")), ids=lambda path: path.stem)
