@@ -347,7 +347,8 @@ def hit_what_it_was_given(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | N
 def given_what_is_cached(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request that has hit nothing begins by writing several slots, pages of one each, that the prefix cache holds.
 
-    Where tables are compared, slots that the cache holds count as lent, even those that the allocator gave out.
+    Where tables are compared, slots that the cache holds count as lent, even those that the allocator gave out. Of larger pages a
+    whole one that is written is no token too many of a hit anyhow.
     """
     begin = cluster.facts.begins.get(sign.request_id)
     begins = begin is not None and begin.event == sign.event and begin.prefix_len == 0

@@ -105,9 +105,8 @@ class LayersOnDevice(NamedTuple):
     begins: Any  # [num_layers] int64, on the device
     chunks: Any  # [num_chunks] int64, on the device
     seed: int
-    lanes: tuple[
-        int, ...
-    ]  # `layers.words_on_device` of their type, empty if they are not searched for values no model writes
+    # `layers.words_on_device` of their type; empty if they are not searched for values that no model writes.
+    lanes: tuple[int, ...]
 
     @property
     def value_words(self) -> int:

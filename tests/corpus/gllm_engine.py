@@ -4,9 +4,7 @@ python gllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 """
 
 import json
-import os
 import random
-import shutil
 import sys
 from pathlib import Path
 
@@ -14,10 +12,9 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "gllm")]
-sys.path.append(str(HERE.parent / "conformance"))
 
 import engine as real  # noqa: E402
-from forking import fork, wait_for  # noqa: E402
+from cloned import Patch, main  # noqa: E402
 
 QWEN2, LLAMA = "qwen2.Qwen2ForCausalLM", "llama.LlamaForCausalLM"
 SETUPS = {
@@ -43,19 +40,6 @@ SETUPS = {
         heads=2, dim=32, page=8, pages=15, chunk=56, running=4, graphs=3, reserve=0.1, prefix_cache=False
     ),
 }
-
-
-def fired_in(engines: list):
-    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
-    forward: list[int] = []
-
-    def fired() -> None:
-        if not forward and engines:
-            recorder = engines[0].recorder
-            forward.append(int(recorder.next_forward))
-            recorder.mark("real bug", {"forward": forward[0]})
-
-    return fired
 
 
 def workload(setup: str) -> dict[int, list]:
@@ -175,32 +159,12 @@ def generate(setup: str, folder: Path, engines: list) -> None:
     made.close()
 
 
-def run(name: str, folder: Path) -> int:
-    """Run one bug, or a setup without any; return the exit status."""
-    from bugs import load
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-    def act() -> None:
-        engines: list = []
-        bug = None if name.startswith("clean:") else load("gllm")[name]
-        setup = bug.setup if bug is not None else name.removeprefix("clean:")
-        real.SETUP = SETUPS[setup]
-        real.stand_ins()
-        if bug is not None:
-            bug.patch(fired_in(engines))
-        try:
-            generate(setup, folder, engines)
-        except BaseException:
-            for one in engines:
-                one.close()
-            raise
-
-    return wait_for(fork(folder / "log", act), 240.0)
+def prepare(setup: str, patch: Patch) -> None:
+    """Make the engine's module ready."""
+    real.SETUP = SETUPS[setup]
+    real.stand_ins()
+    patch()
 
 
 if __name__ == "__main__":
-    os.environ["KVCANARY_COMPRESSION"] = "zstd"
-    for one in sys.argv[2:]:
-        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)
+    main("gllm", prepare, generate)

@@ -4,18 +4,15 @@ python lightllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 """
 
 import json
-import os
 import random
-import shutil
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "lightllm")]
-sys.path.append(str(HERE.parent / "conformance"))
 
 import engine as real  # noqa: E402
-from forking import fork, wait_for  # noqa: E402
+from cloned import Patch, main  # noqa: E402
 
 QWEN2 = "qwen2.model.Qwen2TpPartModel"
 SETUPS = {
@@ -30,19 +27,6 @@ SETUPS = {
     "light-equal": real.Setup(heads=2, kv_heads=1, slots=128, running=4, chunk=16, tokens=36, step=1, longest=100),
     "light-mixed": real.Setup(dim=32, slots=190, chunk=16, tokens=48, mixed=True, graphs=0),
 }
-
-
-def fired_in(engines: list):
-    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
-    forward: list[int] = []
-
-    def fired() -> None:
-        if not forward and engines:
-            recorder = engines[0].recorder
-            forward.append(int(recorder.next_forward))
-            recorder.mark("real bug", {"forward": forward[0]})
-
-    return fired
 
 
 def workload(setup: str) -> dict[int, list]:
@@ -140,30 +124,11 @@ def generate(setup: str, folder: Path, engines: list) -> None:
     made.close()
 
 
-def run(name: str, folder: Path) -> int:
-    """Run one bug, or a setup without any; return the exit status."""
-    from bugs import load
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-    def act() -> None:
-        engines: list = []
-        bug = None if name.startswith("clean:") else load("lightllm")[name]
-        real.SETUP = SETUPS[bug.setup if bug is not None else name.removeprefix("clean:")]
-        if bug is not None:
-            real.Engine.begun = staticmethod(lambda: bug.patch(fired_in(engines)))
-        try:
-            generate(bug.setup if bug is not None else name.removeprefix("clean:"), folder, engines)
-        except BaseException:
-            for one in engines:
-                one.close()
-            raise
-
-    return wait_for(fork(folder / "log", act), 240.0)
+def prepare(setup: str, patch: Patch) -> None:
+    """Make the engine's module ready."""
+    real.SETUP = SETUPS[setup]
+    real.Engine.begun = staticmethod(patch)
 
 
 if __name__ == "__main__":
-    os.environ["KVCANARY_COMPRESSION"] = "zstd"
-    for one in sys.argv[2:]:
-        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)
+    main("lightllm", prepare, generate)

@@ -6,15 +6,13 @@ python nano_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 import json
 import os
 import random
-import shutil
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "nano_vllm")]
-sys.path.append(str(HERE.parent / "conformance"))
 
-from forking import fork, wait_for  # noqa: E402
+from cloned import Patch, main  # noqa: E402
 
 # tokens of a block, blocks
 SETUPS = {
@@ -34,19 +32,6 @@ SETUPS = {
     "nano-page6-shared": (6, 16),
     "nano-page7-alike": (7, 26),
 }
-
-
-def fired_in(engines: list):
-    """Return what a patch calls before the first forward that reads the damage: it leaves a mark in the trace."""
-    forward: list[int] = []
-
-    def fired() -> None:
-        if not forward and engines:
-            recorder = engines[0].recorder
-            forward.append(int(recorder.next_forward))
-            recorder.mark("real bug", {"forward": forward[0]})
-
-    return fired
 
 
 def generate(setup: str, folder: Path, engines: list) -> None:
@@ -153,34 +138,15 @@ def generate(setup: str, folder: Path, engines: list) -> None:
     made.close()
 
 
-def run(name: str, folder: Path) -> int:
-    """Run one bug, or a setup without any; return the exit status."""
+def prepare(setup: str, patch: Patch) -> None:
+    """Make the engine's module ready."""
     import engine as real
-    from bugs import load
 
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-    def act() -> None:
-        engines: list = []
-        bug = None if name.startswith("clean:") else load("nano")[name]
-        setup = bug.setup if bug is not None else name.removeprefix("clean:")
-        real.BLOCK, real.BLOCKS = SETUPS[setup]
-        real._stand_ins()
-        if bug is not None:
-            bug.patch(fired_in(engines))
-        try:
-            generate(setup, folder, engines)
-        except BaseException:
-            for one in engines:
-                one.close()
-            raise
-
-    return wait_for(fork(folder / "log", act), 240.0)
+    real.BLOCK, real.BLOCKS = SETUPS[setup]
+    real._stand_ins()
+    patch()
 
 
 if __name__ == "__main__":
-    os.environ["KVCANARY_COMPRESSION"] = "zstd"
     sys.path.insert(0, os.environ["NANO_VLLM"])
-    for one in sys.argv[2:]:
-        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)
+    main("nano", prepare, generate)

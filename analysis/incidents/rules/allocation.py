@@ -176,8 +176,8 @@ def radix_insert_then_free(cluster: Cluster) -> Diagnosis | None:
     """Pages are inserted in the prefix cache and then freed, by a request that no longer owns them. (S#38319)"""
     written = cluster.finding("write_to_foreign_slot")
     if written is not None and given_what_is_cached(cluster, written):
-        said = f"{written.reader} computed its whole prompt in {written.when}, from {written.place} on, in slots that the prefix cache holds: "
-        said += "they were given to it as free ones"
+        said = f"{written.reader} computed its whole prompt in {written.when}, from {written.place} on, in slots that the prefix cache holds, "
+        said += "as one does that hits nothing and is given free ones"
         return cluster.diagnosis(0.65, said, written, *written.evidence, cause=written.event)
     sign = cluster.finding("foreign_slot_freed")
     if sign is None or sign.request_id < 0:
