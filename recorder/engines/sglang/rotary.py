@@ -4,12 +4,15 @@ Of tokens of a prompt with media, up to the last of these, the batch's own posit
 what attention reads. Behind it the prompt's own positions say how far they are ahead of the places.
 """
 
+import logging
 import weakref
 from typing import Any, Final
 
 from ..common.rotary import NEVER, one_of, told_by_one
 
-MAX_ROWS: Final = 8192  # requests of a batch
+_log = logging.getLogger("kvcanary")
+
+FEWEST_ROWS: Final = 8192  # requests of a batch, padding among them
 PROMPTS: Final = ("EXTEND", "MIXED", "SPLIT_PREFILL")
 
 
@@ -27,12 +30,14 @@ class FedPositions:
         self._plainly = getattr(runner.server_args, "rl_on_policy_target", None) is not None
         self._media: list[Any] = []
         # Of each row of the batch from which place on it is text, and how far its positions are ahead there.
-        self._there = torch.zeros((2, MAX_ROWS), dtype=torch.int64, device=runner.device)
+        rows = max(FEWEST_ROWS, int(runner.req_to_token_pool.req_to_token.shape[0]))
+        self._there = torch.zeros((2, rows), dtype=torch.int64, device=runner.device)
         self._some = False  # whether they are ahead anywhere
+        self._said = False  # that nobody knows which token is whose
 
     def expect(self, batch: Any) -> None:
         """Look at whose prompts hold media; nothing waits."""
-        media = [] if self._plainly else [*(getattr(batch, "mm_inputs", None) or ())][:MAX_ROWS]
+        media = [] if self._plainly else [*(getattr(batch, "mm_inputs", None) or ())]
         # A session's may have grown by what it was asked since.
         same = [*map(id, media)] == [*map(id, self._media)]
         if same and not (self._some and batch.forward_mode.name in PROMPTS):
@@ -50,6 +55,8 @@ class FedPositions:
 
     def of(self, batch: Any, positions: Any, *, in_graph: bool = False) -> Any:
         """Return `[T]` positions, where the batch's tensors lie: one that is fed and not the token's place, else the place."""
+        import torch
+
         fed, total = getattr(batch, "mrope_positions", None), int(positions.shape[0])
         bs = int(batch.req_pool_indices.shape[0])
         if fed is None or not total or int(fed.shape[1]) < total:
@@ -58,11 +65,16 @@ class FedPositions:
         if not (self._some or in_graph):
             return one_of(fed, positions)
         there, lens = self._there[:, :bs], None if in_graph else getattr(batch, "extend_seq_lens_cpu", None)
-        if lens is None and total % bs == 0 and bs <= MAX_ROWS:
+        if lens is None and total % bs == 0:
             there = there.repeat_interleave(total // bs, dim=1)
-        elif lens is not None and sum(lens) == total and bs <= MAX_ROWS:
-            there = there.repeat_interleave(batch.extend_seq_lens[:bs], dim=1, output_size=total)
-        else:  # nobody knows which token is whose
+        elif lens is not None and (own := sum(lens)) <= total:
+            there = there.repeat_interleave(batch.extend_seq_lens[:bs], dim=1, output_size=own)
+            there = torch.nn.functional.pad(there, (0, total - own))  # rows behind all requests are padding
+        else:
+            if not self._said:
+                self._said = True
+                said = "kvcanary: of a batch of %d requests nobody knows which of its %d tokens is whose: its own positions are recorded"
+                _log.warning(said, bs, total)
             return positions
         return told_by_one(fed, positions, there[0], there[1])
 

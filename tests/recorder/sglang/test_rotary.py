@@ -28,9 +28,10 @@ def an_image(first: int, last: int, length: int, *, ahead: int = AHEAD) -> Any:
     return SimpleNamespace(mm_items=[item], mrope_positions=own, mrope_position_delta=torch.tensor([[ahead]]))
 
 
-def runner_of(**settings: Any) -> Any:
+def runner_of(rows: int = 8, **settings: Any) -> Any:
     return SimpleNamespace(
         device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((rows, 4))),
         server_args=SimpleNamespace(**settings),
         model_config=SimpleNamespace(model_is_mrope=True),
         model=SimpleNamespace(is_mrope_enabled=True),
@@ -73,7 +74,7 @@ def test_behind_an_image_positions_are_held_against_what_the_prompt_says(in_grap
     assert told(batch_of(plain, media), [10, 11, 12], in_graph=in_graph, rl_on_policy_target="x") == [10, 11, 12]
 
 
-def test_of_a_prompt_with_an_image_the_text_behind_it_is_read() -> None:
+def test_of_a_prompt_with_an_image_the_text_behind_it_is_read(caplog: pytest.LogCaptureFixture) -> None:
     image = an_image(2, 5, 10)
     fed = torch.cat((image.mrope_positions, torch.arange(4).repeat(3, 1)), dim=1)
     lens = {"extend_seq_lens": torch.tensor([10, 4]), "extend_seq_lens_cpu": [10, 4]}
@@ -85,11 +86,15 @@ def test_of_a_prompt_with_an_image_the_text_behind_it_is_read() -> None:
     wrong = places.copy()
     wrong[8], wrong[12] = 5, 3
     assert told(batch_of(fed, [image, None], mode=EXTEND, **lens), places) == wrong
-    # A chunk that begins behind the image, and one of whose tokens nobody knows whose they are.
+    # A chunk that begins behind the image, one with padding behind it, and one of whose tokens nobody knows whose they are.
     lens = {"extend_seq_lens": torch.tensor([2]), "extend_seq_lens_cpu": [2]}
-    assert told(batch_of(fed[:, 8:10], [image], mode=EXTEND, **lens), [8, 9]) == [5, 9]
-    lens["extend_seq_lens_cpu"] = [1]
-    assert told(batch_of(fed[:, 8:10], [image], mode=EXTEND, **lens), [8, 9]) == [8, 9]
+    chunk = batch_of(fed[:, 8:10], [image], mode=EXTEND, **lens)
+    assert told(chunk, [8, 9]) == [5, 9]
+    padded = batch_of(torch.nn.functional.pad(fed[:, 8:10], (0, 2)), [image], mode=EXTEND, **lens)
+    assert told(padded, [8, 9, 0, 0]) == [5, 9, 0, 0]
+    chunk.extend_seq_lens_cpu = [3]
+    assert told(chunk, [8, 9]) == [8, 9]
+    assert caplog.text.count("nobody knows which of its 2 tokens is whose") == 1
 
 
 @pytest.mark.parametrize("what", ["no offsets", "no positions", "ends in it", "places text otherwise", "more to come"])
@@ -124,8 +129,8 @@ def test_what_a_session_adds_is_looked_at() -> None:
     assert fed.of(batch, torch.tensor([3]), in_graph=True).tolist() == [3]
 
 
-def test_a_batch_without_them_and_one_of_more_requests_than_there_is_room_for() -> None:
-    fed = FedPositions(runner_of())
+def test_a_batch_without_them_and_one_of_many_requests() -> None:
+    fed = FedPositions(runner_of(rows=9001))
     batch = batch_of([[5]] * 3, [None])
     batch.mrope_positions = None
     assert fed.of(batch, torch.tensor([4])).tolist() == [4]
@@ -133,7 +138,9 @@ def test_a_batch_without_them_and_one_of_more_requests_than_there_is_room_for() 
     assert fed.of(batch, torch.empty(0, dtype=torch.int64)).tolist() == []
     many = batch_of(torch.ones((3, 9000), dtype=torch.int64), [an_image(0, 1, 4)] * 9000)
     fed.expect(many)
-    assert fed.of(many, torch.zeros(9000, dtype=torch.int64)).max() == 0
+    assert (fed.of(many, torch.zeros(9000, dtype=torch.int64)) == 0).all()
+    many.mrope_positions[:, 8999] = 7
+    assert fed.of(many, torch.full((9000,), 5))[8999] == 7 - AHEAD
 
 
 def test_a_runner_has_one_reader_if_its_model_takes_several() -> None:
