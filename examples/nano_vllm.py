@@ -23,8 +23,9 @@ def attach(llm, path, **options):
     recorder = PagedRecorder(
         path,
         engine=EngineInfo(name="nano-vllm"),
-        keys={0: keys[0]},
-        values={0: values[0]},
+        keys=dict(enumerate(keys)),
+        values=dict(enumerate(values)),
+        watched=[0],
         axes="block slot head dim",
         block_size=runner.block_size,
         max_requests=scheduler.max_num_seqs,

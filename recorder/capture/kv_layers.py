@@ -11,6 +11,7 @@ from ...kernels.constants import KV_ALIGN_BYTES
 from ..trace.header import KvStream
 from .kv_tensor import KvTensor, place_of
 
+SEARCHED_BYTES = 64 << 20  # that are searched at once where they lie on a device
 USUAL_ROWS = 32  # of a layer that were not all zeros, before one of zeros says anything
 
 
@@ -64,7 +65,10 @@ class KvLayers:
         all zeros and layers that are never written are nobody's fault.
         """
         if self._layers is None:
-            raise ValueError("what lies on a device is searched there")
+            own = slots - self._shift
+            inside = (own >= self.source.first_slot) & (own < self.source.num_slots)
+            judged = np.where(inside, judged, 0).astype(np.uint8)
+            return self.values_found(self._held(own, judged), judged)
         usual, dtype = self._usual(), self.stream.dtype
         counts, first = layers.find_values(self._layers, dtype, slots, judged, usual, self._rows, backend=self._backend)
         empty = np.zeros(slots.size, np.bool_)
@@ -92,6 +96,15 @@ class KvLayers:
         empty = zeros[:, 0].copy()
         zeros &= (judged == 2)[:, None] & usual
         return Values(held.sum(axis=2), self._numbers(np.where(held.any(axis=2), held.argmax(axis=2), -1)), empty)
+
+    def _held(self, slots: Int64Array, judged: ByteArray) -> BoolArray:
+        """Return whether the rows of slots that are judged have a NaN, an infinity, or are all zeros, `[n, 3, num_layers]`."""
+        found = np.zeros((slots.size, layers.ZEROS + 1, len(self.stream.layers)), np.bool_)
+        mine = np.flatnonzero(judged)
+        at_once = max(1, SEARCHED_BYTES // (self.stream.bytes_per_token * len(self.stream.layers)))
+        for part in np.split(mine, range(at_once, mine.size, at_once)):
+            found[part] = self.source.kinds_of_floats(slots[part], self.stream.dtype)
+        return found
 
     @property
     def knows_usual(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.arrays import ByteArray, Int64Array
+from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.constants import KV_ALIGN_BYTES
 from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream
@@ -114,6 +114,23 @@ class KvTensor:
             rows = as_rows(self._tokens(tensor, slots[inside] - self.first_slot, each))[:, :each]
             out[inside, layer, : rows.shape[1]] = rows
         return out.reshape(slots.size, capture_bytes)
+
+    def kinds_of_floats(self, slots: Int64Array, dtype: str) -> BoolArray:
+        """Return of slots that are there whether their row in each layer has a NaN, an infinity, or is all zeros.
+
+        They are torch's tensors, of floats `dtype`; the answer is `[n, 3, layers]`. Bytes behind the last whole 16 are not looked at.
+        """
+        import torch
+
+        rows = torch.stack(
+            [self._tokens(tensor, slots - self.first_slot, self._layer_bytes()) for tensor in self.tensors], 1
+        )
+        rows = rows.flatten(2).view(torch.uint8)
+        rows = rows[:, :, : rows.shape[2] // KV_ALIGN_BYTES * KV_ALIGN_BYTES].contiguous()
+        floats = rows.view(getattr(torch, dtype)).float()
+        kinds = (floats.isnan().any(2), floats.isinf().any(2), (floats == 0).all(2))
+        found: BoolArray = torch.stack(kinds, 1).cpu().numpy()
+        return found
 
     def as_source(self) -> "KvSource | KvTensor":
         """Return a `KvSource` of the same memory, which is compared faster, if it lies on the host slot by slot; else itself."""

@@ -1,5 +1,6 @@
 """A recorder for an engine of blocks, which is shown what the engine has and works out the slots' history from it."""
 
+import secrets
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -8,18 +9,19 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KV_ALIGN_BYTES
-from ..trace.header import EngineInfo, ModelInfo, Oracle, PoolGroup, StateTable, TraceHeader
+from ..trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, Oracle, PoolGroup, StateTable, TraceHeader
 from ..trace.schema import ALLOC_CACHED, Mode
 from .attention import paged_read
 from .block_use import BlockChange, BlockUse, ShownBlocks, without
 from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, mode_by_lens, truth_tokens
 from .host_arrays import own_int64
+from .kv_layers import LayerPlaces
 from .kv_tensor import KvTensor
 from .recorder import Recorder
 from .recording import guarded
 from .slot_numbers import request_id_of
 
-Layers = Mapping[int, Any]  # a tensor for each layer that is watched
+Layers = Mapping[int, Any]  # a tensor for each layer
 MOST_KNOWN: Final = 1 << 16  # requests whose names have been recorded
 DERIVED: Final = (
     "the slot history is derived: by comparing block tables, prefix cache and free list, as the engine shows them before each "
@@ -33,8 +35,11 @@ class PagedRecorder(Recorder):
     Args:
         path: the trace to write.
         engine: which engine it is.
-        keys: K of each layer that is watched: `{layer: tensor}`, all of one layout, type and size.
+        keys: K of each layer that is looked at: `{layer: tensor}`, all of one layout, type and size.
         values: V likewise; None if there is none (MLA).
+        watched: layers of these of which each token's leading bytes are kept; None: all.
+        all_layers: whether 16 bytes of one of all the layers are kept of each slot besides, and what is written is searched for
+            NaN, infinity and rows of zeros.
         axes: the tensors' axes by name, as `KvTensor` has them: "block slot head dim".
         block_size: slots of a block.
         max_requests: the most requests of a forward.
@@ -62,6 +67,8 @@ class PagedRecorder(Recorder):
         values: Layers | None,
         axes: str,
         block_size: int,
+        watched: Collection[int] | None = None,
+        all_layers: bool = True,
         max_requests: int,
         max_len: int,
         num_layers: int = 0,
@@ -73,13 +80,27 @@ class PagedRecorder(Recorder):
         **options: Any,
     ) -> None:
         halves = {"K": keys} if values is None else {"K": keys, "V": values}
-        sources = {half: KvTensor(tensor=tuple(layers.values()), axes=axes) for half, layers in halves.items()}
-        layers = {half: tuple(watched) for half, watched in halves.items()}
-        streams = [s.stream(half, layers=layers[half], capture_bytes=capture_bytes) for half, s in sources.items()]
+        kept = list(keys) if watched is None else [layer for layer in keys if layer in watched]
+        if not kept or len(kept) < len(watched or ()):
+            raise ValueError(f"watched is {watched}, expected some of the layers of keys: {list(keys)}")
+        sources = [KvTensor(tensor=tuple(of[layer] for layer in kept), axes=axes) for of in halves.values()]
+        streams = [
+            source.stream(half, layers=tuple(kept), capture_bytes=capture_bytes)
+            for half, source in zip(halves, sources, strict=True)
+        ]
+        unseen = ""
+        if all_layers:
+            try:
+                sampled = _samples(halves, axes)
+            except ValueError as error:
+                unseen = str(error)
+            else:
+                streams += [stream for stream, _ in sampled]
+                sources += [source for _, source in sampled]
         padding = [block * block_size + offset for block in padding_blocks for offset in range(block_size)]
         group = PoolGroup(
             name="full",
-            num_slots=sources["K"].num_slots,
+            num_slots=sources[0].num_slots,
             page_size=block_size,
             halves=tuple(halves),
             streams=tuple(streams),
@@ -96,6 +117,7 @@ class PagedRecorder(Recorder):
             slot_history="complete" if blocks else "",
             oracle=oracle,
             notes=notes,
+            not_watched=(NotWatched(what="bytes", name="all layers", reason=unseen),) if unseen else (),
         )
         self._block_size, self._ask = block_size, blocks
         self._blocks = ShownBlocks(padding_blocks)
@@ -103,7 +125,7 @@ class PagedRecorder(Recorder):
         self._ended: set[Hashable] = set()  # that are said to be over, and had blocks when these were shown last
         self._preempted: set[Hashable] = set()  # likewise
         self._ends: dict[Hashable, int] = {}  # of those that have blocks, how far their last forward went
-        super().__init__(path, header, kv_sources={(0, n): s for n, s in enumerate(sources.values())}, **options)
+        super().__init__(path, header, kv_sources={(0, n): s for n, s in enumerate(sources)}, **options)
 
     @guarded
     def before_step(
@@ -259,6 +281,16 @@ class PagedRecorder(Recorder):
                 request_id=-1 if change.request is None else _number(change.request),
                 status=change.status,
             )
+
+
+def _samples(halves: Mapping[str, Layers], axes: str) -> list[tuple[KvStream, KvTensor]]:
+    """Return what samples all layers of each half, with where they lie; raise a `ValueError` if they do not lie alike."""
+    found, seed = [], secrets.randbits(32)
+    for half, layers in halves.items():
+        source = KvTensor(tensor=tuple(layers.values()), axes=axes)
+        LayerPlaces.of(source)
+        found.append((source.sampling_stream(half, layers=tuple(layers), seed=seed), source))
+    return found
 
 
 def _number(request: Hashable) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture.layers import FLOATS, INFINITE, NAN, ZEROS, watched_bytes
+from kvcanary.recorder.capture import kv_layers
 from kvcanary.recorder.capture.kv_layers import USUAL_ROWS, KvLayers
 from kvcanary.recorder.capture.kv_tensor import KvTensor
 
@@ -148,8 +149,31 @@ def test_what_lies_on_a_device_is_gathered_as_on_the_host(axes: str, monkeypatch
     looked = read(source, backend="cpu", shift=1)
     np.testing.assert_array_equal(looked.gather(slots), expected.gather(slots))
     assert not looked.plainly_same(slots, looked.gather(slots), np.ones(25, np.uint8))  # nobody has looked
-    with pytest.raises(ValueError, match="is searched there"):
-        looked.values(slots, np.ones(slots.size, np.uint8))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+def test_what_lies_on_a_device_is_searched_as_on_the_host(
+    dtype: str, axes: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = floats(dtype)
+    pools = [layer.view(-1, BLOCK, HEADS, DIM) if "block" in axes else layer for layer in values]
+    slot = axes.split().index("slot")
+    source = KvTensor(tensor=tuple(pool.movedim(int("block" in axes), slot) for pool in pools), axes=axes)
+    host = read(source, backend="cpu", shift=1)
+    monkeypatch.setattr(KvTensor, "on_device", True)
+    monkeypatch.setattr(kv_layers, "SEARCHED_BYTES", at_once)
+    device = read(source, backend="cpu", shift=1)
+    for step in range(8):
+        slots, judged = RNG.integers(-2, SLOTS + 3, 12), RNG.integers(0, 3, 12).astype(np.uint8)
+        if step > 5:
+            values[RNG.integers(0, LAYERS), RNG.integers(0, SLOTS)] = [math.nan, 0.0][step % 2]
+        told, found = host.values(slots, judged), device.values(slots, judged)
+        np.testing.assert_array_equal(told.counts, found.counts)
+        np.testing.assert_array_equal(told.first, found.first)
+        if told.counts[:, ZEROS].any():
+            np.testing.assert_array_equal(told.empty, found.empty)
 
 
 def test_rows_that_a_device_has_found_are_counted_as_those_of_the_host() -> None:

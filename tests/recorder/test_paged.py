@@ -13,7 +13,7 @@ from kvcanary.recorder.trace.header import EngineInfo, Oracle
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from ..support.engines.documented_engine import judged
-from ..support.engines.nano import BLOCK, VOCAB, Llm, attach
+from ..support.engines.nano import BLOCK, CONTEXT, DIM, HEADS, VOCAB, Llm, attach
 
 
 def serve(llm: Llm, seed: int, before_step: Callable[[int], None] = lambda _: None) -> list[list[int]]:
@@ -137,6 +137,60 @@ def test_with_the_oracle_a_swap_that_everybody_believes_is_found(tmp_path: Path,
     assert set(summary.violations_by_reason) == ({"WRITE_TOKEN"} if swap else set())
     if swap:
         assert summary.first_violation_forward == swapped[0]
+
+
+@pytest.mark.parametrize("all_layers", [True, False])
+@pytest.mark.parametrize("kind", ["bad_values", "layer_changed"])
+def test_a_layer_of_which_nothing_is_kept_in_full_is_looked_at_in_turn(
+    tmp_path: Path, kind: str, all_layers: bool
+) -> None:
+    llm = Llm()
+    values, run_model = llm.model_runner.kv_cache[1, 1].view(-1), llm.model_runner.run_model
+
+    def spoilt(*args: Any) -> list[int]:
+        tokens = run_model(*args)
+        if kind == "bad_values" and recorder.next_forward == 9:
+            values.view(-1, HEADS * DIM)[CONTEXT.slot_mapping[-1]] = 0
+        return tokens
+
+    def before_step(_: int) -> None:
+        if kind == "layer_changed" and recorder.next_forward == 9:
+            values.add_(1.0)
+
+    llm.model_runner.run_model = spoilt  # type: ignore[method-assign]
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True, all_layers=all_layers)
+    serve(llm, 1, before_step)
+    recorder.close()
+    with TraceReader(tmp_path / "trace.arrow") as reader:
+        streams = reader.header.groups[0].streams
+    assert [(one.half, one.samples, one.layers) for one in streams] == [
+        ("K", False, ()),
+        ("V", False, ()),
+        *([("K", True, (0, 1)), ("V", True, (0, 1))] if all_layers else []),
+    ]
+    summary = judged(tmp_path / "trace.arrow")
+    assert {*summary.findings_by_kind} == ({kind} if all_layers else set())
+
+
+def test_layers_that_cannot_be_looked_at_in_turn_are_named(tmp_path: Path) -> None:
+    def recorded(pool: Any, **options: Any) -> PagedRecorder:
+        sizes = {"axes": "slot byte", "block_size": 4, "max_requests": 2, "max_len": 8}
+        return PagedRecorder(
+            tmp_path / "trace.arrow",
+            engine=EngineInfo(name="paged"),
+            keys={3: pool},
+            values=None,
+            **sizes,
+            **options,
+        )
+
+    with pytest.raises(ValueError, match=r"watched is \[1\], expected some of the layers of keys: \[3\]"):
+        recorded(np.zeros((24, 16), np.uint8), watched=[1])
+    recorder = recorded(np.zeros((24, 10), np.uint8))
+    recorder.close()
+    (unseen,) = recorder.header.not_watched
+    assert (unseen.what, unseen.name) == ("bytes", "all layers")
+    assert "cannot be looked at in turn" in unseen.reason
 
 
 def changes(
