@@ -25,7 +25,7 @@ _NEIGHBOUR: Final = 1
 _ANY: Final = 1 << 62
 # Kinds of slot numbers: those of block tables are even, those of groups behind a full-to-SWA table odd.
 _SPACES: Final = 4096
-_FED: Final = ("input_not_truth", "input_not_sampled", "padding_slot_read")
+_FED: Final = ("input_not_truth", "input_not_sampled", "position_not_place", "padding_slot_read")
 
 
 class NamedSlots(NamedTuple):

@@ -30,7 +30,9 @@ _BRANCH_OF_FINDING: Final = {
     **dict.fromkeys(("hit_never_written", "hit_differs"), "content"),
     **dict.fromkeys(("identity", "token_bytes", "computed_otherwise"), "identity"),
     **dict.fromkeys(("state_differs", "bad_values", "model_bytes"), "content"),
-    **dict.fromkeys(("seq_len_backwards", "input_not_sampled", "input_not_truth", "oracle_token"), "input"),
+    **dict.fromkeys(
+        ("seq_len_backwards", "input_not_sampled", "input_not_truth", "oracle_token", "position_not_place"), "input"
+    ),
 }
 
 

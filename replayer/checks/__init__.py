@@ -23,8 +23,16 @@ _ORDER: Final = (
     *("slot_leaked", "read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "slot_written_twice"),
     *("table_entry_differs", "padded_write", "padding_slot_read", "write_lost", "write_damaged", "wrong_window"),
     *("row_reassigned", "hit_never_written", "hit_differs", "seq_len_backwards", "swa_mapping_stale"),
-    *("freed_during_transfer", "transfer_not_held", "input_not_sampled", "input_not_truth", "attention_lens"),
-    *("attention_slots", "identity", "computed_otherwise", "state_differs", "copy_differs", "load_landed_late"),
+    *("freed_during_transfer", "transfer_not_held", "input_not_sampled", "input_not_truth", "position_not_place"),
+    *(
+        "attention_lens",
+        "attention_slots",
+        "identity",
+        "computed_otherwise",
+        "state_differs",
+        "copy_differs",
+        "load_landed_late",
+    ),
     *("oracle_token", "layer_changed", "bad_values", "failed_load_read"),
 )
 

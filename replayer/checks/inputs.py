@@ -206,6 +206,34 @@ class InputNotTruth(_InputCheck):
 
 
 @register
+class PositionNotPlace(HistoryCheck):
+    """A request that has nothing in the cache is fed a token at another position than its place: 0, 1, 2 ...
+
+    The canary asserts positions of what goes on from a record alone, and of others only when a later forward reads them.
+    """
+
+    kind = "position_not_place"
+    finds = "a request with nothing in the cache was fed a token at another position than its place"
+    covered = Covered.COMPILED
+
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        forward = view.forward
+        begins = (forward.prefix_lens == 0) & (forward.req_pool_indices > 0)
+        if not begins.any():
+            return
+        tokens = self.history.tokens(view)
+        fed = forward.positions[: len(tokens.request)]
+        wrong = np.flatnonzero(begins[tokens.request] & (fed != tokens.position))
+        for r in np.unique(tokens.request[wrong]).tolist():
+            mine = wrong[tokens.request[wrong] == r]
+            first = int(mine[0])
+            place = int(tokens.position[first])
+            detail = f"was fed position {int(fed[first])} for its token {place}"
+            slot = int(forward.out_cache_loc[0][first]) if forward.out_cache_loc else -1
+            yield self.of_request(forward, r, detail, position=place, slot=slot, count=len(mine))
+
+
+@register
 class OracleToken(HistoryCheck):
     """The target sampled another token than its oracle's, or was fed one at a position behind the prompt.
 

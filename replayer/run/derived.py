@@ -27,7 +27,7 @@ _READS: Final = (
     | frozenset(
         {
             *("read_after_free", "read_of_foreign_slot", "hit_never_written", "hit_differs", "seq_len_backwards"),
-            *("input_not_sampled", "input_not_truth", "swa_mapping_stale", "ranks_disagree"),
+            *("input_not_sampled", "input_not_truth", "position_not_place", "swa_mapping_stale", "ranks_disagree"),
             *("slot_out_of_pool", "entry_out_of_table", "swa_lut_out_of_range"),
         }
     ),
@@ -40,7 +40,7 @@ _FOLLOWS: Final[dict[str, tuple[FailReason, frozenset[str]]]] = {
     "positions": (
         # The hash oracle's token is that of the position.
         _CHAIN | FailReason.VERIFY_POSITION | FailReason.WRITE_POSITION | FailReason.WRITE_TOKEN,
-        frozenset({"hit_differs", "ranks_disagree"}),
+        frozenset({"position_not_place", "hit_differs", "ranks_disagree"}),
     ),
     "prefix_lens": _READS,
     "table_": _READS,

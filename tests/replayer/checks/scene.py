@@ -133,13 +133,14 @@ class Scene:
         runner: int = 0,
         padding: tuple[int, ...] = (),
         inputs: dict[tuple[int, int], int] | None = None,
+        shift: int = 0,
         sampled: tuple[list[int], list[int]] = ((), ()),
         attention: AttentionInput | None = None,
         failed: bool = False,
         leaves: int | None = None,
         identity: Sequence[IdentityValue] = (),
     ) -> int:
-        """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth."""
+        """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth, positions are off by `shift`."""
         ids, positions, slots = [], [], []
         for part in parts:
             end = part.prefix + len(part.slots)
@@ -148,7 +149,7 @@ class Scene:
             for position in range(part.prefix, end):
                 fed = (inputs or {}).get((part.request, position))
                 ids.append(int(truth[position + runner]) if fed is None else fed)
-                positions.append(position)
+                positions.append(position + shift)
             slots += part.slots
         pad = len(padding)
         known = [self.token(p.request)[: p.prefix + len(p.slots) + runner] for p in parts]

@@ -137,6 +137,7 @@ def test_so_do_those_that_no_fault_of_the_lab_is_for(scene: Scene, tmp_path: Pat
     scene.forward(Part(request=8, row=2, prefix=2, slots=(0,)))
     for prefix in (3, 4):
         scene.forward(Part(request=8, row=2, prefix=prefix, slots=(10 + prefix,)))
+    scene.forward(Part(request=9, row=3, prefix=0, slots=(20, 21)), shift=1)
     for count in (4, 0):  # a load that has not landed, and has later
         before, ends = np.full(1, 5), [np.full(1, hashed) for hashed in (6, 5 + (not count))]
         ends = CopyEnds(*ends, before=before, landed=np.full(1, -1))
@@ -147,7 +148,7 @@ def test_so_do_those_that_no_fault_of_the_lab_is_for(scene: Scene, tmp_path: Pat
     ring.forward(1, shift=2)
     ring.recorder.close()
     fires = {"transfer_not_held", "wrong_window", "slot_out_of_pool", "free_slot_shared", "slot_written_twice"}
-    fires |= {"padding_slot_read", "copy_differs", "load_landed_late"}
+    fires |= {"padding_slot_read", "copy_differs", "load_landed_late", "position_not_place"}
     found = [
         check([path], tmp_path / path.stem, incidents=False)[0].table("findings") for path in (scene.path, ring.path)
     ]

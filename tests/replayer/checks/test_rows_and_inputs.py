@@ -199,6 +199,16 @@ def test_wrong_inputs_against_the_truth_carry_their_forward_as_evidence(scene: S
     assert told(scene.judge("input_not_truth")) == [(0, 7, 4, 1, json.dumps([found]))]
 
 
+def test_a_request_with_nothing_in_the_cache_is_fed_the_places_of_its_tokens(scene: Scene) -> None:
+    scene.start(7, 1, [3, 4])
+    found = scene.forward(Part(request=8, row=2, prefix=0, slots=(5, 6, 7)), mode="extend", padding=(0,), shift=2)
+    scene.forward(decode(7, 1, 2, 8), mode="decode", shift=1)  # goes on from a record: the canary's own assert
+    rows = scene.judge("position_not_place")
+    assert told(rows) == [(1, 8, 5, 3, json.dumps([found]))]
+    assert rows[0]["detail"] == "was fed position 2 for its token 0 (the first of 3)"
+    assert (rows[0]["position"], rows[0]["req_pool_idx"]) == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [("", ""), ("other", "had 703 there before"), ("lost", "has none there, and had one before"), ("ended", "")],

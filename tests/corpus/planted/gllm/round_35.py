@@ -152,10 +152,7 @@ def finished_requests_keep_their_references(fired: Fired) -> None:
         return made
 
 
-@bug(
-    "NVIDIA/TensorRT-LLM#2084", "gllm-encoding", "position_off", origin="TensorRT-LLM",
-    late="where nothing is in the cache before it, the canary does not say what a token's position must be",
-)  # fmt: skip
+@bug("NVIDIA/TensorRT-LLM#2084", "gllm-encoding", "position_off", origin="TensorRT-LLM")
 def all_tokens_of_a_prompt_get_the_position_of_its_end(fired: Fired) -> None:
     """The position that keys are turned to is the time step, and while a prompt is computed that is its length, for all of its tokens alike. What is generated behind it stands where it should."""
     from gllm.input_data import InputData

@@ -63,10 +63,7 @@ class Written:
         return False
 
 
-@bug(
-    "vllm-project/vllm#10388", "light-parts", "position_off", origin="vLLM",
-    late="where nothing is in the cache before it, the canary does not say what a token's position must be",
-)  # fmt: skip
+@bug("vllm-project/vllm#10388", "light-parts", "position_off", origin="vLLM")
 def positions_of_a_part_go_on_to_the_prompts_end(fired: Fired) -> None:
     """The positions of a part of a prompt are cut off where the part begins and not where it ends. They come to more than its tokens are, and those of the requests behind it in the
     step get what is left over of them."""
