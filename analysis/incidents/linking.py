@@ -117,8 +117,8 @@ def _consecutive(
 
 # A later cluster whose own cause is less certain than this, and that shares a request, follows from the earlier one.
 CERTAIN: Final = 0.9
-# A slot's users counted wrong is one mistake: it is given back or evicted too early here, given back twice there, or given out while held.
-COUNTS: Final = frozenset({"free_too_early", "double_free", "page_given_twice", "eviction_of_locked_page"})
+# A slot's users counted wrong is one mistake: it is given back or evicted too early here, twice or never there, or given out while held.
+COUNTS: Final = frozenset({"free_too_early", "double_free", "page_given_twice", "eviction_of_locked_page", "page_leaked"})
 # A recurring mistake that was seen before explains an uncertain cluster that it would score this with.
 POSSIBLE: Final = 0.3
 

@@ -66,11 +66,14 @@ class ShownBlocks:
         before, shown = self._tables.get(request, [])[:blocks], [*now.tables.get(request, ())][:blocks]
         return before != shown and set(shown[:kept]) <= set(now.cached)
 
-    def compare(self, now: BlockUse, written: Collection[int] = ()) -> list[BlockChange]:
+    def compare(
+        self, now: BlockUse, written: Collection[int] = (), kept: Mapping[Hashable, int] | None = None
+    ) -> list[BlockChange]:
         """Return what has changed hands since the last call, in the order in which it may be recorded.
 
         `written` are blocks that the forward writes: one that a running request has behind its others, and that is the prefix
-        cache's, was lent to nobody who writes it.
+        cache's, was lent to nobody who writes it. `kept` are how many of its blocks each request goes on from: others that it took
+        from the free list were given out anew, whatever the cache still says of them.
         """
         joined, left = self._compare_tables(now.tables)
         self._grown = {(request, block) for request, block in self._grown if block in written}
@@ -82,12 +85,30 @@ class ShownBlocks:
         roomy = bool(self._free & (now_free or set()))  # the allocator never ran dry meanwhile
         for block in sorted(changed):
             is_free = None if now_free is None else block in now_free
-            moves = self._moves(block, joined.get(block, []), left.get(block), block in now_cached, is_free, roomy)
+            begins = joined.get(block, [])
+            if (
+                is_free is False
+                and block in self._free
+                and block in now_cached
+                and self._given_anew(block, begins, kept or {})
+            ):
+                found.setdefault((1, "evict", ALLOC_FRESH, None), []).append(block)
+                del self._holders[block]
+            moves = self._moves(block, begins, left.get(block), block in now_cached, is_free, roomy)
             for move in moves:
                 found.setdefault(move, []).append(block)
         self._cached, self._free = now_cached, now_free or set()
         ordered = sorted(found.items(), key=lambda item: item[0][0])
         return [BlockChange(*move[1:], blocks) for move, blocks in ordered]
+
+    def _given_anew(self, block: int, joined: list[Hashable], kept: Mapping[Hashable, int]) -> bool:
+        """Say whether a block that the cache held alone was given to be filled to who has it now, and not lent."""
+        users, cached = self._users.get(block, {}), self._holders.get(block) is _CACHED
+        if not joined or not cached or len(users) > len(joined):
+            return False
+        anew = all(request in kept and users[request] >= kept[request] for request in joined)
+        self._grown -= {(request, block) for request in joined if anew}
+        return anew
 
     def _compare_tables(
         self, tables: Mapping[Hashable, Sequence[int]]

@@ -165,7 +165,8 @@ class PagedRecorder(Recorder):
             use = self._ask()
             begins = dict(zip(requests, prefix.tolist(), strict=False))
             self._preempted |= {request for request, begin in begins.items() if self._begins_anew(request, begin, use)}
-            self._show(use, slots)
+            kept = {request: -(-begin // self._block_size) for request, begin in begins.items()}
+            self._show(use, slots, kept)
             ends = dict(zip(requests, (prefix + np.maximum(extend, 0)).tolist(), strict=False))
             self._ends = {request: end for request, end in (self._ends | ends).items() if request in use.tables}
         if not self._forwards and prefix.any():
@@ -229,7 +230,7 @@ class PagedRecorder(Recorder):
             return
         self._show(use, np.empty(0, np.int64))
 
-    def _show(self, use: BlockUse, slots: Int64Array) -> None:
+    def _show(self, use: BlockUse, slots: Int64Array, kept: Mapping[Hashable, int] | None = None) -> None:
         if not self._forwards and not self._blocks.requests() and (held := list(use.cached)):
             self.start_over("the engine had run before, its prefix cache is not empty")
             self._blocks.begin(held)
@@ -238,12 +239,12 @@ class PagedRecorder(Recorder):
         again = self._preempted & self._blocks.requests() & use.tables.keys()
         self._preempted.clear()
         if again:
-            self._take_over(without(use, again), written)
-        self._take_over(use, written)
+            self._take_over(without(use, again), written, kept)
+        self._take_over(use, written, kept)
 
-    def _take_over(self, use: BlockUse, written: Collection[int]) -> None:
+    def _take_over(self, use: BlockUse, written: Collection[int], kept: Mapping[Hashable, int] | None) -> None:
         before = self._blocks.requests()
-        changes = self._blocks.compare(use, written)
+        changes = self._blocks.compare(use, written, kept)
         now = self._blocks.requests()
         given = [change for change in changes if change.kind == "alloc" and change.status != ALLOC_CACHED]
         self._record_changes([change for change in changes if change not in given])

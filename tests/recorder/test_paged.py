@@ -256,6 +256,26 @@ def test_a_cached_block_that_a_running_request_writes_was_not_lent_to_it(writes:
     assert changes(shown, {}, (1,), [2, 3]) == [("free", "", "b", [2])]
 
 
+@pytest.mark.parametrize("kept", [0, 1, None])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_cached_block_that_the_free_list_gave_out_was_evicted_whatever_the_cache_says(
+    kept: int | None, grows: bool
+) -> None:
+    """As where its key is left behind; one that a request goes on from was lent."""
+    shown = ShownBlocks()
+    changes(shown, {"a": [1]}, (), [2, 3])
+    changes(shown, {}, (1,), [1, 2, 3])
+    if grows:
+        changes(shown, {"b": [3]}, (1,), [1, 2])
+    goes_on = {} if kept is None else {"b": kept + grows}
+    use = BlockUse({"b": [3, 1] if grows else [1]}, (1,), [2] if grows else [2, 3])
+    found = [tuple(change) for change in shown.compare(use, [1], goes_on)]
+    anew = [("evict", "", None, [1]), ("alloc", "", "b", [1])]
+    lent = [] if grows else [("alloc", "shared", "b", [1])]
+    assert found == (anew if kept == 0 else lent)
+    assert changes(shown, use.tables, use.cached, use.free) == ([("alloc", "cached", "b", [1])] if kept == 0 else [])
+
+
 def test_who_is_said_to_have_ended_was_not_preempted(tmp_path: Path) -> None:
     llm = Llm()
     recorder = attach(llm, tmp_path / "trace.arrow", strict=True)

@@ -3,7 +3,8 @@
 from bugs import Fired, bug, replaces
 
 
-@bug("GeeeekExplorer/nano-vllm#163", "nano-page4-same", "stale_prefix_hit")
+# Under which key a block was found is not recorded.
+@bug("GeeeekExplorer/nano-vllm#163", "nano-page4-same", "stale_prefix_hit", "tokens_truncated_hash_kept")
 def key_of_a_block_outlives_what_lay_in_it(fired: Fired) -> None:
     """A block that is given out again keeps its place in the table of keys, under the key of what lay in it before. It is found there by a prompt of which it had been a part, and has the same tokens by then, but
     behind another beginning."""
