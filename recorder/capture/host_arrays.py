@@ -72,13 +72,13 @@ def read_runs(table: Any, rows: Int64Array, starts: Int64Array, counts: Int64Arr
     return cells
 
 
-def picked(array: Any, *index: Int64Array) -> Any:
-    """Return `array[index]`, numpy's or torch's, where it lies."""
+def picked(array: Any, *index: Any) -> Any:
+    """Return `array[index]`, numpy's or torch's, where it lies; the index is numpy's, or lies there too."""
     if not hasattr(array, "detach"):
         return np.asarray(array)[index]
     import torch
 
-    return array[tuple(torch.from_numpy(part).to(array.device) for part in index)]
+    return array[tuple(part if hasattr(part, "detach") else torch.from_numpy(part).to(array.device) for part in index)]
 
 
 def read_blocks(blocks: Any, block_size: int, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:

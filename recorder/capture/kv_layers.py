@@ -1,6 +1,5 @@
 """All layers of a pool's half, of which a trace has some bytes of each slot: where they lie, and what they hold that no model writes."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,13 +42,7 @@ class KvLayers:
             num_chunks=self.stream.num_chunks,
             backend=self._backend,
         )
-        out = np.zeros((slots.size, KV_ALIGN_BYTES), np.uint8)
-        for layer in np.unique(looked[:, 0]).tolist():  # each is a tensor of its own
-            mine = np.flatnonzero(looked[:, 0] == layer)
-            one, end = replace(self.source, tensor=self.source.tensors[layer]), self.stream.num_chunks * KV_ALIGN_BYTES
-            rows = one.gather(slots[mine] - self._shift, end).reshape(mine.size, -1, KV_ALIGN_BYTES)
-            out[mine] = rows[np.arange(mine.size), looked[mine, 1]]
-        return out
+        return self.source.pieces(slots - self._shift, looked[:, 0], looked[:, 1])
 
     def plainly_same(self, slots: Int64Array, shadow: ByteArray, known: ByteArray) -> bool:
         """Say whether none of the slots whose bytes are known holds other ones, if that can be told plainly."""

@@ -187,9 +187,8 @@ def group_shadows(
     kv_sources: Mapping[tuple[int, int], Source],
     *,
     backend: str = "cpu",
-    on_device: bool = False,
 ) -> list[GroupKvShadow]:
-    """Return one shadow for each of the header's groups; `on_device`: all layers of a pool may be sampled there.
+    """Return one shadow for each of the header's groups.
 
     Raises `ValueError` if a stream of the header has no source, a source has no stream, their sizes differ, a source does
     not hold its group's slots, or two of a group lie over the same bytes.
@@ -211,7 +210,7 @@ def group_shadows(
         GroupKvShadow(
             group,
             [
-                _stream_source(f"kv_sources[{g}, {s}]", kv_sources[g, s], group, stream, backend, on_device=on_device)
+                _stream_source(f"kv_sources[{g}, {s}]", kv_sources[g, s], group, stream, backend)
                 for s, stream in enumerate(group.streams)
             ],
             backend=backend,
@@ -266,17 +265,11 @@ def _overlap(one: Source, other: Source) -> bool:
     return within < near.read_bytes or within + far.read_bytes > size
 
 
-def _stream_source(
-    name: str, source: Source, group: PoolGroup, stream: KvStream, backend: str, *, on_device: bool
-) -> StreamSource:
+def _stream_source(name: str, source: Source, group: PoolGroup, stream: KvStream, backend: str) -> StreamSource:
     """Return what reads a stream's bytes from its source."""
     if stream.samples:
         if not isinstance(source, KvTensor):
             raise ValueError(f"{name} is a {type(source).__name__}, expected a KvTensor of the stream's layers")
-        if source.on_device and not on_device:
-            raise ValueError(
-                f"{name} lies on a device, where only a DeviceRecorder looks at the stream's layers in turn"
-            )
         return KvLayers(source, stream, slot_shift=group.slot_shift, backend=backend)
     return _host_view(source)
 

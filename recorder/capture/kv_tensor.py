@@ -115,19 +115,41 @@ class KvTensor:
             out[inside, layer, : rows.shape[1]] = rows
         return out.reshape(slots.size, capture_bytes)
 
-    def kinds_of_floats(self, slots: Int64Array, dtype: str) -> BoolArray:
-        """Return of slots that are there whether their row in each layer has a NaN, an infinity, or is all zeros.
+    def pieces(self, slots: Int64Array, layers: Int64Array, pieces: Int64Array) -> ByteArray:
+        """Return of each slot 16 bytes of its token in one layer, by its place, `[n, 16] uint8`; zeros for a slot that is not there.
 
-        They are torch's tensors, of floats `dtype`; the answer is `[n, 3, layers]`. Bytes behind the last whole 16 are not looked at.
+        The tensors are torch's; but for what is returned nothing is brought to the host.
         """
         import torch
 
-        rows = torch.stack(
-            [self._tokens(tensor, slots - self.first_slot, self._layer_bytes()) for tensor in self.tensors], 1
+        inside = np.flatnonzero((slots >= self.first_slot) & (slots < self.num_slots))
+        order = inside[np.argsort(layers[inside], kind="stable")]
+        out = np.zeros((slots.size, KV_ALIGN_BYTES), np.uint8)
+        given = torch.from_numpy(np.stack((slots[order] - self.first_slot, pieces[order]))).to(self.tensors[0].device)
+        ends, begin, found = (
+            np.searchsorted(layers[order], range(len(self.tensors)), side="right").tolist(),
+            0,
+            list[Any](),
         )
-        rows = rows.flatten(2).view(torch.uint8)
-        rows = rows[:, :, : rows.shape[2] // KV_ALIGN_BYTES * KV_ALIGN_BYTES].contiguous()
-        floats = rows.view(getattr(torch, dtype)).float()
+        for tensor, end in zip(self.tensors, ends, strict=True):
+            if begin < end:
+                rows, piece = self._whole_pieces(tensor, given[0, begin:end]), given[1, begin:end]
+                found.append(rows.gather(1, piece[:, None, None].expand(-1, 1, KV_ALIGN_BYTES)))
+            begin = end
+        if found:
+            out[order] = torch.cat(found)[:, 0].cpu().numpy()
+        return out
+
+    def kinds_of_floats(self, slots: Int64Array, dtype: str) -> BoolArray:
+        """Return of slots that are there whether their row in each layer has a NaN, an infinity, or is all zeros, `[n, 3, layers]`.
+
+        The tensors are torch's, of floats `dtype`. Bytes behind the last whole 16 are not looked at.
+        """
+        import torch
+
+        given = torch.from_numpy(slots - self.first_slot).to(self.tensors[0].device)
+        rows = torch.stack([self._whole_pieces(tensor, given).flatten(1) for tensor in self.tensors], 2)
+        floats = rows.transpose(1, 2).contiguous().view(getattr(torch, dtype)).float()
         kinds = (floats.isnan().any(2), floats.isinf().any(2), (floats == 0).all(2))
         found: BoolArray = torch.stack(kinds, 1).cpu().numpy()
         return found
@@ -151,7 +173,15 @@ class KvTensor:
         tensor = self.tensors[0]
         return math.prod(tensor.shape) // max(self.num_slots - self.first_slot, 1) * int(tensor.dtype.itemsize)
 
-    def _tokens(self, tensor: Any, slots: Int64Array, each: int) -> Any:
+    def _whole_pieces(self, tensor: Any, slots: Any) -> Any:
+        """Return the slots' tokens in torch's tensor of one layer in pieces of 16 bytes, `[n, pieces, 16]`; slots lie there, too."""
+        import torch
+
+        rows = self._tokens(tensor, slots, self._layer_bytes()).flatten(1).contiguous().view(torch.uint8)
+        whole = rows.shape[1] // KV_ALIGN_BYTES
+        return rows[:, : whole * KV_ALIGN_BYTES].unflatten(1, (whole, KV_ALIGN_BYTES))
+
+    def _tokens(self, tensor: Any, slots: Any, each: int) -> Any:
         """Return the slots' tokens, `[n, ...]`, no more than holds the first `each` bytes of their own axes."""
         names = self.axes.split()
         own = [axis for axis, name in enumerate(names) if name not in ("block", "slot")]
@@ -161,7 +191,8 @@ class KvTensor:
         if own:
             inner = math.prod(moved.shape[len(placed) + 1 :]) * int(tensor.dtype.itemsize)
             moved = moved[(slice(None),) * len(placed) + (slice(-(-each // max(inner, 1))),)]
-        return picked(moved, *(np.divmod(slots, moved.shape[1]) if len(placed) == 2 else (slots,)))
+        page = int(moved.shape[1])
+        return picked(moved, *((slots // page, slots % page) if len(placed) == 2 else (slots,)))
 
 
 def place_of(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -39,7 +39,7 @@ class PagedRecorder(Recorder):
         values: V likewise; None if there is none (MLA).
         watched: layers of these of which each token's leading bytes are kept; None: all.
         all_layers: whether 16 bytes of one of all the layers are kept of each slot besides, and what is written is searched for
-            NaN, infinity and rows of zeros.
+            NaN, infinity and rows of zeros; None: if the layers lie on the host.
         axes: the tensors' axes by name, as `KvTensor` has them: "block slot head dim".
         block_size: slots of a block.
         max_requests: the most requests of a forward.
@@ -68,7 +68,7 @@ class PagedRecorder(Recorder):
         axes: str,
         block_size: int,
         watched: Collection[int] | None = None,
-        all_layers: bool = True,
+        all_layers: bool | None = None,
         max_requests: int,
         max_len: int,
         num_layers: int = 0,
@@ -89,7 +89,7 @@ class PagedRecorder(Recorder):
             for half, source in zip(halves, sources, strict=True)
         ]
         unseen = ""
-        if all_layers:
+        if all_layers or (all_layers is None and not sources[0].on_device):
             try:
                 sampled = _samples(halves, axes)
             except ValueError as error:

@@ -94,8 +94,6 @@ def beginning(recorder: Any) -> Iterator[None]:
 class Recording:
     """An open trace and the state of what was recorded so far; `Recorder` adds what an engine does."""
 
-    captured_on_device = False  # whether forwards come from frames that a device has filled
-
     def __init__(
         self,
         path: str | Path,
@@ -125,7 +123,7 @@ class Recording:
         self._numbers = SlotNumbers(header)
         self._lent_rows = LentRows(min([table.rows for table in header.tables], default=1))
         header = self._numbers.header(header)
-        self.kv = group_shadows(header, kv_sources or {}, backend=backend, on_device=self.captured_on_device)
+        self.kv = group_shadows(header, kv_sources or {}, backend=backend)
         self.state = StateShadow(header, backend=backend)
         self._recurrent = RecurrentCapture(header, state_sources or {}, privacy, backend)
         header = dataclasses.replace(header, states=self._recurrent.with_zeros())

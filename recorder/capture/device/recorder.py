@@ -92,10 +92,6 @@ def recorded_later(
     return call
 
 
-class _Recorder(Recorder):
-    captured_on_device = True
-
-
 class DeviceRecorder:
     """Records one engine whose block tables and pools are CUDA tensors; has the recording methods of `Recorder`.
 
@@ -131,7 +127,7 @@ class DeviceRecorder:
         **writer_options: Any,
     ) -> None:
         shadows = DeviceShadows(header, tables=tables, luts=luts, sources=kv_sources, states=state_sources)
-        self.recorder: Recorder = _Recorder(
+        self.recorder: Recorder = Recorder(
             path, header, kv_sources=kv_sources, kv_watch_every=kv_watch_every, **writer_options
         )
         self.header = self.recorder.header
