@@ -141,7 +141,7 @@ def beginning_that_is_split_off_has_no_readers(fired: Fired) -> None:
 
 @bug(
     "ModelTC/LightLLM#907", "light-wide", "kv_write_lost", origin="LightLLM",
-    late="not found: slots that nobody had written keep their zeros, which are searched for in streams that this adapter does not have",
+    late="not found: slots that nobody had written keep what the memory held, and nobody says what that was",
 )  # fmt: skip
 def addresses_of_high_slots_overflow(fired: Fired) -> None:
     """The kernel that stores K and V multiplies a slot's number by what a slot takes, in 32 bits. Of slots that are far enough in the pool that is less than nothing: what is written
