@@ -312,7 +312,7 @@ def options_of(setup: str) -> dict:
             "hicache_write_policy": "write_back",
             **layout,
             **(kept_in_files() if setup.endswith("storage") else {}),
-            **({"hicache_ratio": 1.2} if "lossy" in setup else {}),
+            **({"hicache_ratio": 1.2} if "lossy" in setup or "halves" in setup else {}),
         }
     return {}
 
@@ -448,6 +448,15 @@ def generate(setup: str, folder: Path) -> None:
             done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 1.3)) for name in names])
             engine.end_weight_update()
             assert done, said
+        if number == 2 and setup == "llama-host-weights-storage":
+            import torch
+
+            engine.begin_weight_update()
+            names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
+            done, said = engine.update_weights_from_tensor([(name, torch.full((64,), 1.2)) for name in names])
+            engine.end_weight_update()
+            assert done, said
+            engine.loop.run_until_complete(engine.tokenizer_manager.clear_hicache_storage())
         if number and setup == "llama-weights":
             import torch
 
@@ -459,6 +468,8 @@ def generate(setup: str, folder: Path) -> None:
             batch = [prompts[0] + outputs[0][:24] + tokens(5), prompts[3] + outputs[3][:20] + tokens(7)]
         if number and setup == "llama-thinks":  # goes on behind answers, without what was thought first
             batch = [prompts[i] + outputs[i][4:] + tokens(6) for i in (0, 3, 1)]
+        if number and setup == "llama-turns-whole":
+            batch = [prompts[i] + outputs[i] + tokens(6) for i in (2, 0, 3)]
         sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
         if setup == "hybrid-turns":
             sampling = [{**one, "max_new_tokens": 40} for one in sampling]

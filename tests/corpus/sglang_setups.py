@@ -304,6 +304,22 @@ def _llama_page16_rounds(ask: Asked) -> None:
     ask.again = [ask.prompts[1] + ask.tokens(10), ask.tokens(28), ask.prompts[2]]
 
 
+def _llama_host_halves_storage(ask: Asked) -> None:
+    """Prompts whose beginning others share, of which the rest leaves the host before it."""
+    ask.prompts = [
+        ask.shared + ask.tokens(36),
+        ask.shared + ask.tokens(28),
+        ask.tokens(58),
+        ask.tokens(52),
+        ask.tokens(61),
+    ]
+
+
+def _llama_turns_whole(ask: Asked) -> None:
+    """Prompts that others go on behind, together with all of their answers."""
+    ask.prompts = [ask.tokens(count) for count in (19, 32, 11, 27)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -385,6 +401,9 @@ SETUPS = {
     "recurrent-reuse": Setup("lfm2", 1, 416, False, 2, False, then=_recurrent_reuse),
     "llama-overlap-page2-alone": Setup("llama", 2, 300, True, 4, False, then=_llama_overlap_page2_alone),
     "llama-page16-rounds": Setup("llama", 16, 368, False, 4, False, then=_llama_page16_rounds),
+    "llama-host-weights-storage": Setup("llama", 4, 168, False, 3, False, then=_long_ones),
+    "llama-turns-whole": Setup("llama", 1, 292, False, 3, False, then=_llama_turns_whole),
+    "llama-host-halves-storage": Setup("llama", 4, 172, False, 2, False, then=_llama_host_halves_storage),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -397,4 +416,7 @@ TELLING = (
     "recurrent-reuse",
     "llama-overlap-page2-alone",
     "llama-page16-rounds",
+    "llama-host-weights-storage",
+    "llama-host-halves-storage",
+    "llama-turns-whole",
 )

@@ -103,6 +103,9 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-lora-guesses":
         both = None, adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
         lora = [[both[(i + 1 + number) % 3] for i in range(len(batch))] for number, batch in enumerate(batches)]
+    if setup == "llama-lora-cold":  # the third tenant takes the first one's place, who comes again behind it
+        turns = [adapter(folder, i, f"tenant {i}") for i in (1, 2, 3)]
+        lora = [[turns[0], turns[1]], [turns[2], turns[1]], [turns[0], turns[0], turns[2]]]
     if setup == "llama-lora-loads":
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
         lora = [both[0], both[1], both[0]]

@@ -36,6 +36,8 @@ TELLING = (
     "sliding-loads-heads",
     "qwen-clamps",
     "qwen-embeds-modes",
+    "llama-lora-cold",
+    "qwen-loads-stops",
 )
 
 
@@ -1010,4 +1012,46 @@ def _qwen_embeds_modes(ask: Asked) -> Batches:
         longer,
         [longer[0] + ask.tokens(9), ask.tokens(28), longer[1]],
         [ask.shared[:66] + ask.tokens(17), longer[2] + ask.tokens(14)],
+    ]
+
+
+@setup(
+    "llama-lora-cold",
+    "llama",
+    {
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_cpu_loras": 2,
+        "max_lora_rank": 8,
+        "max_num_batched_tokens": 78,
+        "num_gpu_blocks_override": 44,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_lora_cold(ask: Asked) -> Batches:
+    """Prompts of three tenants, of whom two have room: who has gone comes again, with new questions and with old ones."""
+    return [
+        [ask.shared + ask.tokens(7), ask.tokens(43)],
+        [ask.tokens(52), ask.shared[:40] + ask.tokens(11)],
+        [ask.tokens(38), ask.shared + ask.tokens(16), ask.tokens(24)],
+    ]
+
+
+@setup(
+    "qwen-loads-stops",
+    "qwen",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async", "fail_every": 2}},
+        "max_num_batched_tokens": 86,
+        "num_gpu_blocks_override": 38,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_stops(ask: Asked) -> Batches:
+    """Prompts that come again: of every other one a part does not come with the rest."""
+    longer = [ask.shared + ask.tokens(19), ask.tokens(73), ask.tokens(35)]
+    return [
+        longer,
+        [longer[0] + ask.tokens(8), longer[1][:66] + ask.tokens(17), ask.tokens(29)],
+        [longer[1] + ask.tokens(6), longer[2] + ask.tokens(12)],
     ]
