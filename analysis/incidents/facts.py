@@ -166,6 +166,12 @@ class Facts:
         """Return when a request was put back."""
         return [s for s in self.statuses.get(request_id, ()) if s.status == "retracted"]
 
+    def came_back(self, request_id: int, event: int) -> bool:
+        """Whether a request had been put back, or something was loaded for it after it had begun, before an event."""
+        begin = self.begins.get(request_id)
+        loaded = begin is not None and any(begin.event < load < event for load in self.loads.get(request_id, ()))
+        return loaded or self.retracted_before(request_id, event)
+
     def retracted_before(self, request_id: int, event: int) -> bool:
         """Whether a request had been put back, and was taken up again, before an event."""
         return any(s.event < event for s in self.retractions(request_id))

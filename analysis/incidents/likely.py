@@ -202,6 +202,8 @@ def _by_its_holder(cluster: Cluster, seen: Evidence) -> Likely | None:
         if seen.retracted and seen.enough and seen.held in (Held.GAVE_UP, Held.FREED):
             return Likely("table", ("req_to_token", "scheduled_after_retraction"))
         return Likely("allocation", _ALLOCATION[seen.held])
+    if "slot_written_twice" in _kinds(cluster) and cluster.window(sign) and not _content(cluster):  # a ring's slot
+        return Likely("write", ("slot_mapping", "kv_write_damaged", "kv_write_lost"))
     if "slot_written_twice" in _kinds(cluster) and seen.held is Held.OWN and not _content(cluster) and not seen.off_row:
         return Likely("allocation", ("page_given_twice", "slot_mapping"))
     return None

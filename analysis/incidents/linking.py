@@ -118,7 +118,9 @@ def _consecutive(
 # A later cluster whose own cause is less certain than this, and that shares a request, follows from the earlier one.
 CERTAIN: Final = 0.9
 # A slot's users counted wrong is one mistake: it is given back or evicted too early here, twice or never there, or given out while held.
-COUNTS: Final = frozenset({"free_too_early", "double_free", "page_given_twice", "eviction_of_locked_page", "page_leaked"})
+COUNTS: Final = frozenset(
+    {"free_too_early", "double_free", "page_given_twice", "eviction_of_locked_page", "page_leaked"}
+)
 # A recurring mistake that was seen before explains an uncertain cluster that it would score this with.
 POSSIBLE: Final = 0.3
 
@@ -152,9 +154,11 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
     by_kind: dict[str, int] = {}
     by_event: dict[int, list[int]] = {}
     by_cause: dict[int, int] = {}
+    by_slot: dict[tuple[int, int], int] = {}
     for number, one in enumerate(ranked):
         kind, diagnosis = kind_of(one)
         same = [by_cause[event] for event in _given_back(one) if event in by_cause]
+        same += [by_slot[place] for place in _copied_from(one) if place in by_slot]
         if diagnosis is not None and diagnosis.cause_event >= 0:
             by_cause.setdefault(diagnosis.cause_event, number)
         if diagnosis is not None:  # a mistake in code comes back whenever that runs
@@ -171,6 +175,8 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
             same += [other for other in [next(follows, None)] if other is not None]
         for event in {sign.event for sign in one.cluster.signs}:
             by_event.setdefault(event, []).append(number)
+        for place in {(sign.group, sign.slot) for sign in one.cluster.signs}:
+            by_slot.setdefault(place, number)
         for other in same:
             low, high = sorted((root[number], root[other]))
             root = [low if it == high else it for it in root]
@@ -179,6 +185,13 @@ def merge(ranked: Sequence[Ranked], places: Places, clusters: Int64Array) -> Int
     if total > len(ranked):
         _place_the_rest(labels, len(ranked), places, clusters)
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+
+
+def _copied_from(ranked: Ranked) -> list[tuple[int, int]]:
+    """Return the slot, with its pool group, of which a cluster's first sign has a copy: what it holds may be that slot's damage."""
+    sign = ranked.cluster.first
+    fact = ranked.cluster.filled(sign)
+    return [(sign.group, fact.via)] if fact is not None and fact.what == "copied" and fact.via >= 0 else []
 
 
 def _given_back(ranked: Ranked) -> list[int]:

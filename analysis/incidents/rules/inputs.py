@@ -146,9 +146,10 @@ def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
     if sign.runner != 0:
         return None
     prefix = cluster.facts.prefixes.get((sign.event, sign.request_id), sign.position)
-    resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
+    resumed = cluster.facts.came_back(sign.request_id, sign.event)
     resumed |= prefix < sign.position and sign.kind == "input_not_sampled"  # what was sampled is computed anew
-    alone = len({s.request_id for s in cluster.head if s.kind in ("input_not_truth", "input_not_sampled")}) == 1
+    wrong = {s.request_id for s in cluster.head if s.kind in ("input_not_truth", "input_not_sampled")}
+    alone = len(wrong) == 1 or all(cluster.facts.came_back(request, sign.event) for request in wrong)
     which = ", which had been put back and resumed," if resumed else ""
     said = f"{sign.reader}{which} was fed a stale token in {sign.when}: {sign.place}, it {sign.detail}"
     score = (0.95 if alone else 0.75) if resumed else 0.55 if alone else 0.4
@@ -184,7 +185,7 @@ def future_map_overrun(cluster: Cluster) -> Diagnosis | None:
     if sign is None or sign.runner != 0:
         return None
     wrong = cluster.violation(WRITE_TOKEN)
-    resumed = cluster.facts.retracted_before(sign.request_id, sign.event)
+    resumed = cluster.facts.came_back(sign.request_id, sign.event)
     again = cluster.kinds["input_not_sampled"] > 1
     # Who is fed what was sampled for another that has left since looks the same.
     score = 0.68 if cluster.facts.late_samples > 0 or not cluster.has_trace else 0.45

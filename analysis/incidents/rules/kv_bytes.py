@@ -117,7 +117,7 @@ def layer_changed(cluster: Cluster) -> Diagnosis | None:
     return cluster.said_by("layer_changed", words, 0.9)
 
 
-@rule("the model wrote NaN, infinity or zeros", branch="content")
+@rule("the model wrote NaN, infinity or zeros", branch="content", aftermath=True)
 def bad_values_written(cluster: Cluster) -> Diagnosis | None:
     """K or V of a layer get values that no model writes: an overflow, a kernel that reads what nobody wrote, a scale of 0. (lab)"""
     words = "{0.reader} wrote values that no model writes in {0.when}: {0.detail}"
