@@ -1,5 +1,5 @@
 """What a token's V in a first layer is: the same wherever the token stands, under one adapter and one set of weights. Its K
-there is the same where it stands at the same position.
+there is the same where it stands at the same position, and follows from its K at others.
 
 So a trace is its own oracle, without a model. It is asked a file at a time, and how far equal tokens' bytes differ where nothing is
 wrong (another batch, another kernel) is learnt from the file itself: from repeats at another position behind another token, since
@@ -17,6 +17,7 @@ from ...recorder.state.requests import Identity, RequestTable
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.schema import IDENTITY_KINDS
 from ..model.repeats import EQUAL, Difference, Repeats
+from ..model.turns import TURNED, Misturned, Turns
 from ..model.written import (
     EVENT,
     FORWARD,
@@ -26,6 +27,7 @@ from ..model.written import (
     ROW,
     SLOT,
     TIME,
+    TOKEN_BITS,
     forward_tokens,
     written_tokens,
 )
@@ -42,10 +44,12 @@ class TokenBytes(HistoryCheck):
 
     V follows from the token alone: a request that is computed with another's adapter, or by weights that have been replaced,
     leaves records, hashes and tables right, and shows nowhere else. Where V does so, K follows from token and position: what
-    differs in K alone was rotated by something else than its position. Judged are requests that declare their adapter
-    and no media, in a file whose repeats at other positions, behind other tokens, show that the engine computes so: at least
-    32, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew, unseen; nor, where
-    requests do not declare their weights, a forward of which all tokens differ.
+    differs in K alone was rotated by something else than its position, as is what does not go with the token's K at other
+    positions, by angles that nearly all tokens show. Judged are requests that declare their adapter and no media; where no
+    request declares any, only what is turned as at another position. And only in a file whose repeats at other positions,
+    behind other tokens, show that the engine computes so: at least 32, seven of ten alike. Bytes that change for good are not
+    judged: weights and adapters may be loaded anew, unseen; nor, where requests do not declare their weights, a forward of
+    which all tokens differ.
     """
 
     kind = "token_bytes"
@@ -55,13 +59,20 @@ class TokenBytes(HistoryCheck):
     def __init__(self, history: History) -> None:
         super().__init__(history)
         self._streams: dict[tuple[int, int], Repeats] = {}
+        self._turns: dict[tuple[int, int], Turns] = {}
         self._identities: dict[tuple[int, int | None], int] = {}
         self._weights_known: set[int] = set()
+        self._declared = False
 
     def batch(self, batch: TraceBatch) -> None:
         header, table = self.history.header, self.history.request_table
-        if header.tokens != "plain" or not table.declared:
+        if header.tokens != "plain":
             return
+        if self._declared != table.declared:  # what was remembered was under adapters that nobody has told
+            self._declared = table.declared
+            self._streams.clear()
+            self._turns.clear()
+        identity_of = partial(self._identity_of, table) if table.declared else _nobodys
         for runner, known in enumerate(header.runners):
             judged = {
                 number: (group, stream)
@@ -72,13 +83,15 @@ class TokenBytes(HistoryCheck):
                 and stream.dtype in EQUAL
                 and not NEEDED & set(known.derived)
             }
-            given = forward_tokens(batch, header, runner, partial(self._identity_of, table)) if judged else None
+            given = forward_tokens(batch, header, runner, identity_of) if judged else None
             if given is None:
                 continue
             for number, (group, stream) in judged.items():
                 written = written_tokens(given, header, runner, number, header.groups[group].table)
                 begun = Repeats.begin(stream.half, stream.dtype, written)
                 self._streams.setdefault((runner, number), begun).compare(written)
+                if stream.half == "K" and stream.dtype in TURNED:
+                    self._turns.setdefault((runner, number), Turns(stream.dtype)).add(written)
 
     def ends(self) -> Iterator[Finding]:
         """Judge a file by what it has shown, and forget it."""
@@ -86,23 +99,54 @@ class TokenBytes(HistoryCheck):
             if stream.half == "V":
                 limit = stream.limit()
                 if limit is not None:
-                    yield from self._judge(runner, number, stream, limit, stream)
+                    if self._declared:
+                        yield from self._judge(runner, number, stream, limit, stream)
                     if limit <= _K_MOST:  # else nearly all repeats differ: V follows from more than the token
                         yield from self._judge_k(runner, number, stream)
         self._streams.clear()
+        self._turns.clear()
 
     def _judge_k(self, runner: int, number: int, v: Repeats) -> Iterator[Finding]:
         """Judge the K that was written beside a V that follows from the token alone."""
         streams = self.history.header.streams(runner)
         for other, (group, _) in enumerate(streams):
             k = self._streams.get((runner, other))
-            limit = None if k is None or k.half == "V" or group != streams[number][0] else k.limit()
-            if k is not None and limit is not None:
-                # Where V differs, too, all of the token was computed otherwise.
-                otherwise = {(one.identity, one.place[EVENT]) for one in v.found}
-                k.found = [one for one in k.found if (one.identity, one.place[EVENT]) not in otherwise]
-                if not k.chosen_by_length(max(limit, _K_MOST)):
-                    yield from self._judge(runner, other, k, max(limit, _K_MOST), v)
+            if k is None or k.half == "V" or group != streams[number][0]:
+                continue
+            # Where V differs, too, all of the token was computed otherwise.
+            otherwise = {(one.identity, one.place[EVENT]) for one in v.found}
+            k.found = [one for one in k.found if (one.identity, one.place[EVENT]) not in otherwise]
+            limit, said = k.limit(), set[tuple[int, int]]()
+            if self._declared and limit is not None and not k.chosen_by_length(max(limit, _K_MOST)):
+                for finding in self._judge(runner, other, k, max(limit, _K_MOST), v):
+                    said.add((finding.event, finding.request_id))
+                    yield finding
+            turns = self._turns.get((runner, other))
+            off: dict[tuple[int, int], list[Misturned]] = {}
+            for one in turns.tell() if turns is not None else ():
+                differs = Difference(one.much, one.place, one.before, one.key, among_right=True)
+                place = one.place[EVENT], one.place[REQUEST]
+                if one.as_at < 0 and not self._declared:  # an adapter that nobody has told of may have K of its own
+                    continue
+                if (differs.identity, one.place[EVENT]) not in otherwise and place not in said and v.spans(differs):
+                    off.setdefault(place, []).append(one)
+            for members in off.values():
+                yield self._turned(runner, group, members)
+
+    def _turned(self, runner: int, group: int, members: list[Misturned]) -> Finding:
+        """Return what is said of tokens of a request's forward whose K is not turned by their positions."""
+        one = members[0]
+        token, at = (
+            one.key & (1 << TOKEN_BITS) - 1,
+            f"as it is at position {one.as_at}" if one.as_at >= 0 else "as at none",
+        )
+        detail = (
+            f"wrote K of token {token} at position {one.place[POSITION]} {at}, by that of {one.others} other positions and the angles that "
+            f"nearly all tokens show, off by {one.much:.0%}"
+        )
+        return self._finding(
+            runner, group, one.place, one.before, token, "rotated", counted(detail, len(members)), len(members)
+        )
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
         """Return a number for adapter and weights of each request as of an event, `[n]`, -1 where they are not known."""
@@ -142,7 +186,7 @@ class TokenBytes(HistoryCheck):
             if one.much > limit and self._same_weights(one, v, stream):
                 together.setdefault((one.place[EVENT], one.place[REQUEST]), []).append(one)
         names = self.history.request_table
-        for (event, request), members in together.items():
+        for members in together.values():
             much, place, before, key, _ = members[0]
             rotated = stream.half == "K"
             token = key & (1 << stream.token_bits) - 1
@@ -151,19 +195,38 @@ class TokenBytes(HistoryCheck):
                 f"{before[FORWARD]}{' at this position' if rotated else ''}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats "
                 f"{'there' if rotated else 'elsewhere'} {stream.beyond(limit):,} do"
             )
-            yield Finding(
-                kind=self.kind,
-                event=event,
-                forward=place[FORWARD],
-                time_ns=place[TIME],
-                runner=runner,
-                group=self.history.header.streams(runner)[number][0],
-                **of_request(names, request),
-                req_pool_idx=place[ROW],
-                position=place[POSITION],
-                slot=place[SLOT],
-                detail=counted(detail, len(members)),
-                count=len(members),
-                evidence=evidence([before[EVENT]], event),
-                **Cause("rotated" if rotated else "", before[REQUEST], token)._asdict(),
-            )
+            cause, group = "rotated" if rotated else "", self.history.header.streams(runner)[number][0]
+            yield self._finding(runner, group, place, before, token, cause, counted(detail, len(members)), len(members))
+
+    def _finding(
+        self,
+        runner: int,
+        group: int,
+        place: list[int],
+        before: list[int],
+        token: int,
+        cause: str,
+        detail: str,
+        count: int,
+    ) -> Finding:
+        return Finding(
+            kind=self.kind,
+            event=place[EVENT],
+            forward=place[FORWARD],
+            time_ns=place[TIME],
+            runner=runner,
+            group=group,
+            **of_request(self.history.request_table, place[REQUEST]),
+            req_pool_idx=place[ROW],
+            position=place[POSITION],
+            slot=place[SLOT],
+            detail=detail,
+            count=count,
+            evidence=evidence([before[EVENT]], place[EVENT]),
+            **Cause(cause, before[REQUEST], token)._asdict(),
+        )
+
+
+def _nobodys(ids: Int64Array, _events: Int64Array) -> Int64Array:
+    """Return one identity for all requests, which have declared none."""
+    return np.zeros_like(ids)

@@ -55,7 +55,7 @@ FINDING_CAUSES = {
     "left_as_it_was": "the forward computed a token, and left the state as it was",
     "as_anothers": "the forward left the bytes of another request's state, which ends with another token",
     "cleared": "the state is one of zeros, and nobody was seen to fill its slot",
-    "rotated": "K differs from the same token's at the same position, and V does not",
+    "rotated": "K is not what the same token's is at the same position, or follows from its K at others, and V is",
     "stored_wrong": "the storage does not hold what was stored",
     "stored_over": "the storage holds in its place what was stored for another page",
     "changed_in_store": "the storage no longer holds what it held after the store",

@@ -301,7 +301,7 @@ def of_all_before(tokens, positions, request):
 
 def turned_to_nothing(tokens, positions, request):
     """As two large values do that take one another away at one position, where only their rounding is left."""
-    return np.where(positions == 7, 5.0 + 5 * (request == LAST_BUT_ONE), 100 * turned(tokens, positions, request))
+    return np.where(positions == 7, 5.0 + 5 * (request == LAST_BUT_ONE), 100 * tokens * np.sin(positions - 7))
 
 
 def other_in_one_request(tokens, positions, request):
