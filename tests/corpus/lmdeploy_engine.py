@@ -16,7 +16,6 @@ from cloned import Patch, main  # noqa: E402
 
 SETUPS = {
     "lmd-chunks": real.Setup(block=8, blocks=30, chunk=16, ahead=3),
-    "lmd-chat": real.Setup(block=8, blocks=28, chunk=40, ahead=2, layers=1, graphs=False),
     "lmd-full": real.Setup(block=4, blocks=23, chunk=48, ahead=1, layers=1),
     "lmd-equal": real.Setup(block=4, blocks=48, chunk=64, ahead=4, layers=1, kv_heads=1),
     "lmd-split": real.Setup(block=8, kernel=4, blocks=28, chunk=24, ahead=2, layers=1),
@@ -41,13 +40,6 @@ def workload(setup: str) -> dict[int, list]:
             3: [("b", tokens(10), 14)],
             7: [("c", shared + tokens(25), 7)],
             12: [("d", tokens(7), 9), ("e", shared + tokens(21), 6)],
-        }
-    if setup == "lmd-chat":  # a conversation, and others
-        return {
-            0: [("a", shared, 6), ("b", tokens(11), 12)],
-            9: [("c", shared + tokens(9), 7)],
-            13: [("d", other + tokens(16), 8), ("e", shared + tokens(5), 6)],
-            20: [("f", shared + tokens(21), 8)],
         }
     if setup == "lmd-full":  # more than there is room for: some are preempted
         return {

@@ -294,19 +294,25 @@ def ranks_have_their_requests_in_other_orders(fired: Fired) -> None:
         return before(agent, inputs, **given)
 
 
-@bug("RBLN-SW/vllm-rbln#662", "lmd-chunks", "req_to_token", "commit_beyond_allocation", origin="vLLM RBLN")
+@bug("RBLN-SW/vllm-rbln#662", "lmd-plain", "req_to_token", "commit_beyond_allocation", origin="vLLM RBLN")
 def block_that_was_granted_is_never_told(fired: Fired) -> None:
     """What a decoding request is granted in a step that is given up for a prompt is not told to the runner, and in the next one the scheduler takes it to be known. The runner's table has a 0 in its
     place."""
     told, lost, steps = {}, set(), Steps()
     maker_class = import_module(f"{ENGINE}.inputs_maker").InputsMakerAsync
 
+    @replaces(maker_class, "create_model_inputs")
+    def create_model_inputs(before, maker, messages, is_prefill):
+        told.update((seq.seq_id, seq.num_blocks) for seq in messages)
+        lost.difference_update([one for one in lost if one[0] in {seq.seq_id for seq in messages}])
+        return before(maker, messages, is_prefill)
+
     @replaces(maker_class, "create_model_inputs_delta")
     def create_model_inputs_delta(before, maker):
         made = before(maker)
         delta, seqs, _ = made
         for row, seq in enumerate(seqs):
-            if maker._last_forward_kind != "decode" and seq.seq_id in told:
+            if maker._last_forward_kind != "decode":
                 lost.update((seq.seq_id, block) for block in range(told[seq.seq_id], seq.num_blocks))
             told[seq.seq_id] = seq.num_blocks
             for block in (block for number, block in lost if number == seq.seq_id):
