@@ -25,6 +25,7 @@ class Step:
     parts: list = field(default_factory=list)  # the rows of each forward that it is told as
     padding: int = 0
     first: int = 0  # the first one's number
+    given: dict = field(default_factory=dict)  # what the model gets
 
 
 def attach(engine, loop, path, **options):
@@ -101,15 +102,14 @@ def attach(engine, loop, path, **options):
         changes.clear()
         return forward_inputs
 
-    def tell(part, padding, given):
-        step, attention = running[0], given["attn_metadata"]
+    def tell(part, padding):
+        step, given = running[0], running[0].given
+        attention = given["attn_metadata"]
         starts, lens = attention.q_start_loc.tolist(), attention.q_seqlens.tolist()
         rows = [*part, *range(len(step.seqs), len(step.seqs) + padding)]
-        tokens = [t for row in rows for t in range(starts[row], starts[row] + lens[row])]
-        tokens = tokens[: given["input_ids"].numel()]
-        if padding:  # where these begin is not filled in
+        slots, tokens = written(attention), [t for row in part for t in range(starts[row], starts[row] + lens[row])]
+        if padding:  # all are told, and where those of padding begin is not filled in
             tokens = list(range(given["input_ids"].numel()))
-        slots, starts = written(attention), np.cumsum([0, *lens])
         recorder.before_step(
             requests=[step.seqs[row].seq_id for row in part] + [None] * padding,
             prefix_lens=[step.prefixes[row] for row in part] + [0] * padding,
@@ -146,13 +146,13 @@ def attach(engine, loop, path, **options):
         """Tell the step that runs what the model is given, once."""
         if running and not running[0].parts:
             step = running[0]
+            step.given = given
             for change, number in step.changes:
                 change(number)
             step.padding = len(given["attn_metadata"].q_seqlens) - len(step.seqs)
             step.parts = [list(range(len(step.seqs)))] if step.padding else parts(given["attn_metadata"])
             step.first = recorder.next_forward
-            tell(step.parts[0], step.padding, given)
-            step.given = given
+            tell(step.parts[0], step.padding)
 
     def recorded_fill(*args, **given):
         padded = fill(*args, **given)
@@ -171,7 +171,7 @@ def attach(engine, loop, path, **options):
         output = run(inputs, **rest)
         recorder.after_forward()  # the next forward is scheduled before its tokens are known
         for part in running[0].parts[1:]:
-            tell(part, 0, running[0].given)
+            tell(part, 0)
             recorder.after_forward()
         running.clear()
         return output
