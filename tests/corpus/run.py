@@ -45,6 +45,7 @@ PYTHON = {
     "minisgl": ".venv-vllm",
     "gllm": ".venv",
     "lightllm": ".venv",
+    "lmdeploy": ".venv",
 }
 # Engines that are no packages: which variable names their clone, and of what.
 CLONES = {
@@ -52,6 +53,7 @@ CLONES = {
     "minisgl": ("MINI_SGLANG", "github.com/sgl-project/mini-sglang"),
     "gllm": ("GLLM", "github.com/gty111/gLLM"),
     "lightllm": ("LIGHTLLM", "github.com/ModelTC/LightLLM"),
+    "lmdeploy": ("LMDEPLOY", "github.com/InternLM/lmdeploy"),
 }
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

@@ -1,0 +1,1 @@
+"""Bugs planted into LMDeploy: each round of what was held out."""
