@@ -121,7 +121,12 @@ def _by_rows(cluster: Cluster, seen: Evidence) -> Likely | None:
     # Its row does not name what it has written; of a beam that nobody knows no more is known than that it names nothing.
     if nothing is not None and (nothing.request_id < 0 or (cluster.wrote(nothing) or (0, 0))[1] > 0):
         return Likely("table", ("req_to_token", "slot_mapping"))
-    if wrote_to_padding(cluster) is not None:
+    padding = wrote_to_padding(cluster)
+    if padding is not None and cluster.enough(padding[0]):
+        return Likely("table", ("req_to_token", "slot_mapping"))
+    if padding is not None and cluster.complete:
+        return Likely("allocation", ("commit_beyond_allocation", "page_given_twice"))
+    if padding is not None:
         return Likely("allocation", ("page_given_twice", "commit_beyond_allocation", "double_free"))
     given, remapped = cluster.last(seen.sign, "alloc"), cluster.last(seen.sign, "remapped")
     if remapped is not None and (given is None or remapped.event > given.event):

@@ -132,7 +132,8 @@ def left_out_of_a_prompt(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request left out a part of its prompt, and goes on in the prompt with the tokens that stand there."""
     goes_on = cluster.facts.prefixes.get((sign.event, sign.request_id), -1)
     mine = [other.kind for other in cluster.head if other.request_id == sign.request_id]
-    in_prompt = 0 < goes_on < cluster.facts.prompts.get(sign.request_id, -1)
+    prompt = cluster.facts.prompts.get(sign.request_id, -1)
+    in_prompt = 0 < goes_on < prompt if prompt >= 0 else goes_on > 0 and sign.mode == "extend"  # else it decodes
     return in_prompt and "input_not_truth" not in mine and skipped(cluster, sign)
 
 

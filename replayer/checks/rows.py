@@ -5,6 +5,8 @@ from typing import Final
 
 import numpy as np
 
+from ...kernels.arrays import record_words
+from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
 from ...recorder.state.history import (
     ROW_END,
     ROW_EVENT,
@@ -84,7 +86,8 @@ class RowReassigned(HistoryCheck):
 class SeqLenBackwards(HistoryCheck):
     """A target's forward starts behind the end of the request's last one without its having started over.
 
-    A draft goes back to verify, and what a target-verify forward drafted and rejected was never length. If the trace does not
+    A draft goes back to verify, and what a target-verify forward drafted and rejected was never length. Who computes its last
+    token once more, over itself, has lost no more than what was sampled: a step's result may be thrown away. If the trace does not
     promise to report retractions, a request may start over unseen: then a decode is judged whose request was reported to
     have its row, and else only two forwards that both sampled are compared, since a request has all its tokens when it samples.
     """
@@ -108,6 +111,25 @@ class SeqLenBackwards(HistoryCheck):
             back = shorter | (back & history.rows.given(forward) & (forward.mode in _DECODES))
         for r in np.flatnonzero(back).tolist():
             prefix = int(forward.prefix_lens[r])
+            if prefix == least[r] - 1 and _once_more(view, r):
+                continue
             detail = f"goes on from a prefix of {prefix} to {end[r]}; its forward before went from "
             detail += f"{last[r, ROW_PREFIX]} to {last[r, ROW_END]}"
             yield self.of_request(forward, r, detail, position=prefix, events=[int(last[r, ROW_EVENT]) - 1])
+
+
+def _once_more(view: ForwardView, r: int) -> bool:
+    """Say whether request r of a forward computes first the very token that it computed last, into the slot that holds it."""
+    forward, token = view.forward, int(np.maximum(view.forward.extend_lens[:r], 0).sum())
+    if forward.extend_lens[r] < 1 or not view.groups or token >= len(forward.input_ids):
+        return False
+    for group in view.groups:
+        slot = int(group.written[token]) if token < len(group.written) else -1
+        if not 0 < slot < group.pool.num_slots:
+            return False
+        record = record_words(group.pool.pool.tail[group.pool.group.halves[0]], written=False)[slot]
+        writer = int(group.pool.last_writers(np.array([slot]))[0][2])
+        mine = int(record[RECORD_TOKEN]), int(record[RECORD_POSITION]), writer
+        if mine != (int(forward.input_ids[token]), int(forward.prefix_lens[r]), int(forward.request_ids[r])):
+            return False
+    return True

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...kernels.arrays import record_words
-from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
+from ...kernels.arrays import BoolArray, record_words
+from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN, UNKNOWN_TOKEN
 from ...kernels.replay_pass import ledger
 from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, FREE, HELD, LEFT, OWNER, SHARED, STATE
 from ..report.findings import NO_CAUSE, Cause, Finding
@@ -21,7 +21,7 @@ from .check import (
     held_by,
     register,
 )
-from .history import ForwardView, History
+from .history import ForwardView, History, Judged
 
 
 @register
@@ -73,8 +73,9 @@ class ReadOfForeignSlot(LedgerCheck):
 class WriteToForeignSlot(LedgerCheck):
     """A forward writes a slot that is not the writing request's, or that two requests of the forward write.
 
-    The owner of a page goes on writing into it after a fork has joined it. Two requests writing one slot is judged in every
-    trace, the rest only if the trace promises to report every slot.
+    The owner of a page goes on writing into it after a fork has joined it. Two requests that write the same token for the same
+    position to one slot do no harm: they were given one page for what both begin with. Two requests writing one slot is judged in
+    every trace, the rest only if the trace promises to report every slot.
     """
 
     kind = "write_to_foreign_slot"
@@ -86,6 +87,12 @@ class WriteToForeignSlot(LedgerCheck):
         super().__init__(history)
         if history.complete:
             self.writes |= ledger.WRITE_FREE | ledger.WRITE_CACHED | ledger.WRITE_FOREIGN
+
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        for judged in self.history.judge(view):
+            same = _as_another_writes(view, judged)
+            apart = judged._replace(writes=judged.writes[~same], write_bits=judged.write_bits[~same])
+            yield from self.found(view, apart, self.writes, is_write=True)
 
     def _explain(self, access: Access) -> Explained:
         row, events = access.row, changed_hands(access.row)
@@ -238,3 +245,20 @@ class PaddingSlotRead(HistoryCheck):
                 slots=group.slots[entries],
                 repeats=self.repeats,
             )
+
+
+def _as_another_writes(view: ForwardView, judged: Judged) -> BoolArray:
+    """Say which of the writes that are wrong `[n]` another request of the forward does, too: token, position and slot."""
+    slots, wrong = judged.group.request_slots, judged.writes
+    if not len(wrong):
+        return np.zeros(0, np.bool_)
+    owners = judged.group.writers(np.arange(len(slots)))
+    tokens, positions = view.forward.input_ids[: len(slots)], view.forward.positions[: len(slots)]
+    others = np.flatnonzero(np.isin(slots, slots[wrong[wrong < len(slots)]]))
+    found = np.zeros(len(wrong), np.bool_)
+    for n, entry in enumerate(wrong.tolist()):
+        if entry < len(slots):
+            mine = others[(slots[others] == slots[entry]) & (owners[others] != owners[entry])]
+            same = (tokens[mine] == tokens[entry]) & (positions[mine] == positions[entry])
+            found[n] = len(mine) > 0 and bool(same.all()) and tokens[entry] != UNKNOWN_TOKEN
+    return found

@@ -11,6 +11,7 @@ from ..observed import (
     row_replaced,
     taken_from_behind,
     twice_in_batch,
+    wrote_to_padding,
 )
 from ..sign import CONTENT
 from .allocation import named_twice, own_free
@@ -36,6 +37,17 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
         said = f"the table row of {other.reader} names slot {other.slot} for position {other.position} and for position {position}, "
         said += f"which was written over it in event {event}; it had been given slots enough for both, and the row leaves some out: "
         return cluster.diagnosis(0.9, f"{said}read in {other.when}", other, event, cause=event)
+    padding = wrote_to_padding(cluster)
+    if padding is not None and cluster.enough(padding[0]):
+        read, event = padding
+        said = f"the table row of {read.reader} names {read.place}, which is kept for padding, though it had been given a slot for that position: "
+        return cluster.diagnosis(
+            0.85,
+            f"{said}it wrote its token there in event {event}, and reads it in {read.when}",
+            read,
+            event,
+            cause=event,
+        )
     emptied = cluster.finding("padding_slot_read")
     change = cluster.rewrite_of(emptied) if emptied is not None else None
     if emptied is not None and change is not None:

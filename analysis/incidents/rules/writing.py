@@ -9,6 +9,7 @@ from ..observed import (
     over_its_own,
     went_elsewhere,
     written_past_its_row,
+    wrote_to_padding,
 )
 from ..sign import CONTENT, KV_HASH, WRITE_POSITION, Sign
 from .allocation import own_free
@@ -150,6 +151,11 @@ def commit_beyond_allocation(cluster: Cluster) -> Diagnosis | None:
         said = f"{outside.place} is none of the pool's: after {outside.when}, of {outside.reader}, {outside.detail}"
         queries = (events_query(outside.evidence or [outside.event]),)
         return cluster.diagnosis(0.9, said, outside, queries=queries, cause=outside.event)
+    padding = wrote_to_padding(cluster)
+    if padding is not None and cluster.complete and not cluster.enough(padding[0]):
+        read, event = padding
+        said = f"{read.reader} was given no slot for position {read.position} and wrote its token to {read.place}, which is kept for padding, in "
+        return cluster.diagnosis(0.85, f"{said}event {event}; read in {read.when}", read, event, cause=event)
     beyond = written_past_its_row(cluster)
     if beyond is not None:
         row, (event, slot) = beyond

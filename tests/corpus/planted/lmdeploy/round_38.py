@@ -1,4 +1,4 @@
-"""A thirty-seventh round of public bugs made anew, the first in LMDeploy: recorded before any rule was run on them."""
+"""A thirty-eighth round of public bugs made anew, the first in LMDeploy: recorded before any rule was run on them."""
 
 import asyncio
 from collections import deque
@@ -144,7 +144,10 @@ def parts_go_on_when_the_prompt_is_stopped(fired: Fired) -> None:
             fired()
 
 
-@bug("InternLM/lmdeploy#4792", "lmd-chunks", "future_map_overrun")
+@bug(
+    "InternLM/lmdeploy#4792", "lmd-chunks", "future_map_overrun",
+    late="what is overwritten is what the scheduler is asked for, too, until it has its own tokens again",
+)  # fmt: skip
 def inputs_are_brought_over_those_of_a_step_that_runs(fired: Fired) -> None:
     """The inputs of a step are brought to the device on a stream of their own, and nothing says that another one reads them. When the step has been launched their memory is free, and the
     next step's are brought there before it has been read."""
@@ -195,7 +198,10 @@ def block_that_was_let_go_stays_in_the_table(fired: Fired) -> None:
             fired()
 
 
-@bug("vllm-project/vllm#56381", "lmd-split", "req_to_token", "commit_beyond_allocation", "slot_mapping", origin="vLLM")
+@bug(
+    "vllm-project/vllm#56381", "lmd-split", "req_to_token", "commit_beyond_allocation", "slot_mapping", origin="vLLM",
+    late="a request's token that goes to a slot of padding is found when it is read",
+)  # fmt: skip
 def table_names_the_managers_blocks(fired: Fired) -> None:
     """The kernels' blocks are smaller than those that are given out, and the table that they get names the latter, as it is: their numbers are those of others' blocks, and there are too
     few of them."""
@@ -250,7 +256,10 @@ def lengths_are_those_of_the_capture(fired: Fired) -> None:
         return filled
 
 
-@bug("sgl-project/mini-sglang#46", "lmd-evicts", "eviction_of_locked_page", origin="mini-sglang")
+@bug(
+    "sgl-project/mini-sglang#46", "lmd-evicts", "eviction_of_locked_page", origin="mini-sglang",
+    late="the step is recorded as two forwards, of which the second reads",
+)  # fmt: skip
 def root_is_locked_in_place_of_what_was_hit(fired: Fired) -> None:
     """Looking for a prefix goes up to the root when it has been found, and it is the root that is kept as what was hit. Who reads the prefix counts as a reader of the root, and the prefix is
     evicted."""
@@ -294,7 +303,10 @@ def ranks_have_their_requests_in_other_orders(fired: Fired) -> None:
         return before(agent, inputs, **given)
 
 
-@bug("RBLN-SW/vllm-rbln#662", "lmd-plain", "req_to_token", "commit_beyond_allocation", origin="vLLM RBLN")
+@bug(
+    "RBLN-SW/vllm-rbln#662", "lmd-plain", "req_to_token", "commit_beyond_allocation", origin="vLLM RBLN",
+    late="a request's token that goes to a slot of padding is found when it is read",
+)  # fmt: skip
 def block_that_was_granted_is_never_told(fired: Fired) -> None:
     """What a decoding request is granted in a step that is given up for a prompt is not told to the runner, and in the next one the scheduler takes it to be known. The runner's table has a 0 in its
     place."""
