@@ -54,6 +54,7 @@ def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     computed_now = sign.position >= cluster.facts.prefixes.get((sign.event, sign.request_id), 1 << 62)
     given, filled = cluster.last(sign, "alloc"), cluster.filled(sign)
     taken = given is not None and filled is not None and given.event < filled.event < sign.event
+    taken = taken and (filled is None or cluster.wrote(sign) != (filled.event, sign.slot))  # it is computed once more
     return (
         computed_now
         and not any(_named_anew(cluster, sign, s) for s in cluster.head)

@@ -7,12 +7,15 @@ import numpy as np
 
 from ...kernels.arrays import record_words
 from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN
+from ...recorder.state.forward import Forward
 from ...recorder.state.history import (
     ROW_END,
     ROW_EVENT,
     ROW_PREFIX,
     ROW_SAMPLED_END,
     ROW_VERIFY,
+    SAMPLE_POSITION,
+    SAMPLE_REQUEST,
     STATUS_EVENT,
     STATUS_GIVEN,
     STATUS_REQUEST,
@@ -87,7 +90,7 @@ class SeqLenBackwards(HistoryCheck):
     """A target's forward starts behind the end of the request's last one without its having started over.
 
     A draft goes back to verify, and what a target-verify forward drafted and rejected was never length. Who computes its last
-    token once more, over itself, has lost no more than what was sampled: a step's result may be thrown away. If the trace does not
+    token once more, over itself, when nothing was sampled behind it, has lost nothing: a step's result was thrown away. If the trace does not
     promise to report retractions, a request may start over unseen: then a decode is judged whose request was reported to
     have its row, and else only two forwards that both sampled are compared, since a request has all its tokens when it samples.
     """
@@ -111,11 +114,17 @@ class SeqLenBackwards(HistoryCheck):
             back = shorter | (back & history.rows.given(forward) & (forward.mode in _DECODES))
         for r in np.flatnonzero(back).tolist():
             prefix = int(forward.prefix_lens[r])
-            if prefix == least[r] - 1 and _once_more(view, r):
+            if prefix == least[r] - 1 and not self._sampled(forward, r, int(least[r])) and _once_more(view, r):
                 continue
             detail = f"goes on from a prefix of {prefix} to {end[r]}; its forward before went from "
             detail += f"{last[r, ROW_PREFIX]} to {last[r, ROW_END]}"
             yield self.of_request(forward, r, detail, position=prefix, events=[int(last[r, ROW_EVENT]) - 1])
+
+    def _sampled(self, forward: Forward, r: int, position: int) -> bool:
+        """Say whether a token was sampled for a position of a request, and so taken."""
+        known, row = self.history.samples.last, int(forward.req_pool_indices[r])
+        mine = known[row] if 0 < row < len(known) else None
+        return mine is not None and mine[SAMPLE_REQUEST] == forward.request_ids[r] and mine[SAMPLE_POSITION] >= position
 
 
 def _once_more(view: ForwardView, r: int) -> bool:

@@ -261,4 +261,5 @@ def _as_another_writes(view: ForwardView, judged: Judged) -> BoolArray:
             mine = others[(slots[others] == slots[entry]) & (owners[others] != owners[entry])]
             same = (tokens[mine] == tokens[entry]) & (positions[mine] == positions[entry])
             found[n] = len(mine) > 0 and bool(same.all()) and tokens[entry] != UNKNOWN_TOKEN
-    return found
+    by = judged.group.writers(wrong)
+    return found & ~np.isin(by, by[~found])  # who writes anything else there as well shares it with nobody

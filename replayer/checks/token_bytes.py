@@ -68,11 +68,11 @@ class TokenBytes(HistoryCheck):
         header, table = self.history.header, self.history.request_table
         if header.tokens != "plain":
             return
-        if self._declared != table.declared:  # what was remembered was under adapters that nobody has told
-            self._declared = table.declared
+        if self._declared != bool(table.declared):  # what was remembered was under adapters that nobody has told
+            self._declared = bool(table.declared)
             self._streams.clear()
             self._turns.clear()
-        identity_of = partial(self._identity_of, table) if table.declared else _nobodys
+        identity_of = partial(self._identity_of, table) if self._declared else _nobodys
         for runner, known in enumerate(header.runners):
             judged = {
                 number: (group, stream)
@@ -145,7 +145,7 @@ class TokenBytes(HistoryCheck):
             f"nearly all tokens show, off by {one.much:.0%}"
         )
         return self._finding(
-            runner, group, one.place, one.before, token, "rotated", counted(detail, len(members)), len(members)
+            runner, group, one.place, one.before, Cause("rotated", one.before[REQUEST], token), detail, len(members)
         )
 
     def _identity_of(self, table: RequestTable, ids: Int64Array, events: Int64Array) -> Int64Array:
@@ -195,19 +195,12 @@ class TokenBytes(HistoryCheck):
                 f"{before[FORWARD]}{' at this position' if rotated else ''}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats "
                 f"{'there' if rotated else 'elsewhere'} {stream.beyond(limit):,} do"
             )
-            cause, group = "rotated" if rotated else "", self.history.header.streams(runner)[number][0]
-            yield self._finding(runner, group, place, before, token, cause, counted(detail, len(members)), len(members))
+            cause = Cause("rotated" if rotated else "", before[REQUEST], token)
+            group = self.history.header.streams(runner)[number][0]
+            yield self._finding(runner, group, place, before, cause, detail, len(members))
 
     def _finding(
-        self,
-        runner: int,
-        group: int,
-        place: list[int],
-        before: list[int],
-        token: int,
-        cause: str,
-        detail: str,
-        count: int,
+        self, runner: int, group: int, place: list[int], before: list[int], cause: Cause, detail: str, count: int
     ) -> Finding:
         return Finding(
             kind=self.kind,
@@ -220,10 +213,10 @@ class TokenBytes(HistoryCheck):
             req_pool_idx=place[ROW],
             position=place[POSITION],
             slot=place[SLOT],
-            detail=detail,
+            detail=counted(detail, count),
             count=count,
             evidence=evidence([before[EVENT]], place[EVENT]),
-            **Cause(cause, before[REQUEST], token)._asdict(),
+            **cause._asdict(),
         )
 
 

@@ -7,7 +7,7 @@ for all tokens. `t` is looked for where tokens came at four positions and more; 
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,10 @@ class _Tokens(NamedTuple):
     there: BoolArray
     at: Floats
 
+    def some(self, which: Any) -> "_Tokens":
+        """Return some of them."""
+        return _Tokens(self.rows[which], self.there[which], self.at[which])
+
 
 @dataclass(slots=True)
 class Turns:
@@ -105,7 +109,7 @@ class Turns:
         if self.angles is not None and len(tokens.rows):
             self._learn_closer(tokens, values)
             known = np.abs(tokens.at).max(axis=1) <= _WIDER * self.span
-            self._judge(_Tokens(*(part[known] for part in tokens)), values, keys, places, old, wrong)
+            self._judge(tokens.some(known), values, keys, places, old, wrong)
         order = np.lexsort((places[:, EVENT], keys))
         order = order[fit[order] & ~wrong[order]]
         last = np.ones(len(order), np.bool_)
@@ -143,7 +147,7 @@ class Turns:
         chosen = chosen[np.argsort(-counts[chosen], kind="stable")][:_MOST_TOKENS]
         if len(chosen) < _FEWEST_TOKENS or int((counts[chosen] - 2).sum()) < _FREEDOM:
             return
-        mine = _Tokens(*(part[chosen] for part in tokens))
+        mine = tokens.some(chosen)
         span = max(float(np.abs(mine.at).max()), 1.0)
         tried = np.arange(0.0, _FASTEST, _STEP / span)
         angles = np.zeros(values.shape[1])
@@ -172,7 +176,7 @@ class Turns:
             chosen = chosen[np.argsort(-spans[chosen], kind="stable")][:_MOST_TOKENS]
             if reach <= _WIDER * self.span or len(chosen) < _FEWEST_TOKENS:
                 return
-            mine, step = _Tokens(*(part[chosen] for part in tokens)), _STEP / self.span
+            mine, step = tokens.some(chosen), _STEP / self.span
             learnt = self.angles.copy()
             for n, lane in enumerate(self.used.tolist()):
                 near = np.clip(learnt[n] + np.linspace(-step, step, 129), 0.0, _FASTEST)
@@ -199,7 +203,7 @@ class Turns:
             self.lengths = min(self.lengths[0], int(lengths.min())), max(self.lengths[1], int(lengths.max()))
         last = int(places[:, POSITION].max())
         for g in np.flatnonzero(judged & (left > _FITS)).tolist():
-            one = _Tokens(*(part[g : g + 1] for part in tokens))
+            one = tokens.some(slice(g, g + 1))
             found = self._odd_one(given[g], one, places, last)
             if found is None:
                 continue

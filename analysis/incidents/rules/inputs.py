@@ -34,12 +34,12 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
         mine = [other for other in cluster.head if other.request_id == sign.request_id]
         told = _told(mine)
         fed = sign.bits & WRITE_POSITION and (_far_off(sign) and not told if sign.runner else _in_plan(cluster, sign))
-        begins = sign.kind == "position_not_place"
-        if not (fed or begins) and (sign.runner or not told):
+        at_first = sign.kind == "position_not_place"
+        if not (fed or at_first) and (sign.runner or not told):
             continue
         off = sorted({s.stored_position - s.position for s in mine if s.bits & WRITE_POSITION})
         by = f", off by {', '.join(f'{n:+d}' for n in off[:3])}" if off and not told else ""
-        by = f", it {sign.detail}" if begins else by
+        by = f", it {sign.detail}" if at_first else by
         said = f"{sign.reader} was fed a position that is not its token's in {sign.when}: {sign.place}{by}"
         if told:
             said += "; attention's length and the slot that was written are those of another position"

@@ -60,11 +60,43 @@ def test_a_length_that_goes_back_is_found_with_both_forwards(scene: Scene) -> No
     assert rows[0]["position"] == 1
 
 
-def test_a_token_computed_twice_is_a_length_that_goes_back(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    ("again", "slot", "sampled", "found"),
+    [
+        (2, 5, False, []),  # a step whose result was thrown away
+        (2, 5, True, [2]),
+        (2, 6, False, [2]),
+        (1, 4, False, [2]),
+    ],
+)
+def test_a_token_computed_twice_is_a_length_that_goes_back_unless_nothing_came_of_it(
+    scene: Scene, again: int, slot: int, sampled: bool, found: list[int]
+) -> None:
+    scene.start(7, 1, [3, 4])
+    scene.forward(decode(7, 1, 2, 5), sampled=([9], [1]) if sampled else ([], []))
+    scene.forward(decode(7, 1, again, slot))
+    assert [row["forward"] for row in scene.judge("seq_len_backwards")] == found
+
+
+def test_another_token_in_place_of_the_last_one_is_a_length_that_goes_back(scene: Scene) -> None:
     scene.start(7, 1, [3, 4])
     scene.forward(decode(7, 1, 2, 5))
-    scene.forward(decode(7, 1, 2, 5))
+    scene.forward(decode(7, 1, 2, 5), inputs={(7, 2): 888})
     assert [row["forward"] for row in scene.judge("seq_len_backwards")] == [2]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_requests_that_write_one_token_to_one_slot_do_no_harm(scene: Scene, same: bool) -> None:
+    """As where both begin alike, and the second is given the page that the first one fills in the same step."""
+    scene.alloc(7, [3, 4, 5])
+    scene.forward(
+        Part(request=7, row=1, prefix=0, slots=(3, 4)),
+        Part(request=8, row=2, prefix=0, slots=(3, 4)),
+        inputs={(request, position): 11 + position for request in (7, 8) for position in range(2)}
+        | ({} if same else {(8, 1): 99}),
+    )
+    rows = scene.judge("write_to_foreign_slot")
+    assert [(row["request_id"], row["slot"]) for row in rows] == ([] if same else [(8, 3)])
 
 
 @pytest.mark.parametrize("prefix", [2, 3])
