@@ -2,6 +2,7 @@
 
     python tests/corpus/run.py                          # everything: engines, replays, docs/results/real-bugs.md
     python tests/corpus/run.py --only short_hash        # engines only for bugs whose name contains this
+    python tests/corpus/run.py --only X --record        # no replay: for who plants bugs and must not see what is said of them
     python tests/corpus/run.py --replay                 # no engine: the traces in data/corpus, and the page
     python tests/corpus/run.py --into FOLDER            # record it all anew there; data/corpus and the page stay
     python tests/corpus/run.py --round 26               # what is saved of a round that was held out, as first try if it has none
@@ -333,6 +334,7 @@ def lab(seeds: int) -> list[tuple[str, float, bool]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="record only bugs whose name contains this")
+    parser.add_argument("--record", action="store_true", help="record, and replay nothing: for who plants a bug unseen")
     parser.add_argument("--replay", action="store_true", help="record nothing, replay what is saved")
     parser.add_argument(
         "--into", type=Path, help="record into this folder; print what is not right there, and write no page"
@@ -351,6 +353,8 @@ def main() -> int:
         return wrong([outcome(bug, args.into) for bug in bugs if (args.into / f"{bug.trace}.arrow").exists()])
     if not args.replay:
         record(bugs, DATA)
+    if args.record:
+        return 0
     outcomes = [outcome(bug) for bug in BUGS.values()]
     said = [(o.bug.engine, o.score, o.right) for o in outcomes if o.effective and o.incidents] + lab(args.lab_seeds)
     PAGE.write_text(page(outcomes, said))
