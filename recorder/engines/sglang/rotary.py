@@ -12,7 +12,7 @@ from ..common.rotary import NEVER, one_of, told_by_one
 
 _log = logging.getLogger("kvcanary")
 
-FEWEST_ROWS: Final = 8192  # requests of a batch, padding among them
+MAX_ROWS: Final = 1 << 16  # requests of a batch, padding among them; graphs keep where they lie, before there are any pools
 PROMPTS: Final = ("EXTEND", "MIXED", "SPLIT_PREFILL")
 
 
@@ -30,14 +30,13 @@ class FedPositions:
         self._plainly = getattr(runner.server_args, "rl_on_policy_target", None) is not None
         self._media: list[Any] = []
         # Of each row of the batch from which place on it is text, and how far its positions are ahead there.
-        rows = max(FEWEST_ROWS, int(runner.req_to_token_pool.req_to_token.shape[0]))
-        self._there = torch.zeros((2, rows), dtype=torch.int64, device=runner.device)
+        self._there = torch.zeros((2, MAX_ROWS), dtype=torch.int64, device=runner.device)
         self._some = False  # whether they are ahead anywhere
         self._said = False  # that nobody knows which token is whose
 
     def expect(self, batch: Any) -> None:
         """Look at whose prompts hold media; nothing waits."""
-        media = [] if self._plainly else [*(getattr(batch, "mm_inputs", None) or ())]
+        media = [] if self._plainly else [*(getattr(batch, "mm_inputs", None) or ())][:MAX_ROWS]
         # A session's may have grown by what it was asked since.
         same = [*map(id, media)] == [*map(id, self._media)]
         if same and not (self._some and batch.forward_mode.name in PROMPTS):
@@ -65,9 +64,9 @@ class FedPositions:
         if not (self._some or in_graph):
             return one_of(fed, positions)
         there, lens = self._there[:, :bs], None if in_graph else getattr(batch, "extend_seq_lens_cpu", None)
-        if lens is None and total % bs == 0:
+        if lens is None and total % bs == 0 and bs <= MAX_ROWS:
             there = there.repeat_interleave(total // bs, dim=1)
-        elif lens is not None and (own := sum(lens)) <= total:
+        elif lens is not None and (own := sum(lens)) <= total and bs <= MAX_ROWS:
             there = there.repeat_interleave(batch.extend_seq_lens[:bs], dim=1, output_size=own)
             there = torch.nn.functional.pad(there, (0, total - own))  # rows behind all requests are padding
         else:

@@ -28,10 +28,10 @@ def an_image(first: int, last: int, length: int, *, ahead: int = AHEAD) -> Any:
     return SimpleNamespace(mm_items=[item], mrope_positions=own, mrope_position_delta=torch.tensor([[ahead]]))
 
 
-def runner_of(rows: int = 8, **settings: Any) -> Any:
+def runner_of(**settings: Any) -> Any:
     return SimpleNamespace(
         device="cpu",
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((rows, 4))),
+        req_to_token_pool=None,  # it is hooked before there are any pools
         server_args=SimpleNamespace(**settings),
         model_config=SimpleNamespace(model_is_mrope=True),
         model=SimpleNamespace(is_mrope_enabled=True),
@@ -130,7 +130,7 @@ def test_what_a_session_adds_is_looked_at() -> None:
 
 
 def test_a_batch_without_them_and_one_of_many_requests() -> None:
-    fed = FedPositions(runner_of(rows=9001))
+    fed = FedPositions(runner_of())
     batch = batch_of([[5]] * 3, [None])
     batch.mrope_positions = None
     assert fed.of(batch, torch.tensor([4])).tolist() == [4]
