@@ -29,7 +29,7 @@ from .places import FINDING, MAX_HELD_PLACES, Places, iter_rows, place_keys, rea
 from .ranking import make_clusters, rank
 from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY
 
-TRANSFER_DIFFERS, OUT_OF_POOL = "transfer_differs", "slot_out_of_pool"
+TRANSFER_DIFFERS, OUT_OF_POOL, ATTENTION_SLOTS = "transfer_differs", "slot_out_of_pool", "attention_slots"
 _SOURCES = pa.array(["violation", "finding"])
 
 
@@ -178,9 +178,11 @@ def _named(places: Places, facts: Facts, groups: Sequence[PoolGroup]) -> Iterato
             yield NamedSlots(place=place, group=group, slots=slots)
     for place in range(min(len(places), MAX_PLACES)):
         group = int(places["group"][place])
-        if places["source"][place] == FINDING and places.kinds[int(places["what"][place])] == OUT_OF_POOL:
-            sought = (int(places[name][place]) for name in ("request", "position", "event"))
-            written = facts.wrote_before(*sought)
+        kind = places.kinds[int(places["what"][place])] if places["source"][place] == FINDING else ""
+        if kind in (OUT_OF_POOL, ATTENTION_SLOTS):
+            request, position, event = (int(places[name][place]) for name in ("request", "position", "event"))
+            # Of what attention looks for elsewhere it is the forward's own write.
+            written = facts.wrote_before(request, position, event + (kind == ATTENTION_SLOTS))
             if written is not None:
                 yield NamedSlots(place=place, group=group, slots=np.array(written[1:], np.int64))
         if not 0 <= group < len(groups) or groups[group].lut < 0:

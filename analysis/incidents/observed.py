@@ -58,8 +58,22 @@ def went_elsewhere(cluster: Cluster, sign: Sign) -> bool:
     return (
         computed_now
         and not any(_named_anew(cluster, sign, s) for s in cluster.head)
-        and ((cluster.was_given(sign) and not taken) or over_its_own(cluster, sign) is not None)
+        and (
+            (cluster.was_given(sign) and not taken)
+            or over_its_own(cluster, sign) is not None
+            or _over_anothers(cluster, sign)
+        )
     )
+
+
+def _over_anothers(cluster: Cluster, sign: Sign) -> bool:
+    """Whether the token went over what another request has in its own slot, and nobody has what attention looks at."""
+    own = cluster.facts.wrote_before(sign.request_id, sign.position, sign.event + 1)
+    if own is None or own[0] != sign.event or own[1] == sign.slot or cluster.history(sign):
+        return False
+    there = cluster.facts.of(cluster.group(sign), own[1], upto=sign.event - 1)
+    wrote = [fact.request_id for fact in there if fact.what in ("alloc", "written")]
+    return len(wrote) > 1 and set(wrote[-2:]) == {wrote[-1]} and wrote[-1] not in (-1, sign.request_id)
 
 
 def its_own_slot(cluster: Cluster, sign: Sign) -> Sign | None:

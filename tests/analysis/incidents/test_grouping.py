@@ -49,6 +49,28 @@ def test_a_token_went_elsewhere_only_if_its_row_is_right_where_it_was_written_be
 
 
 @pytest.mark.parametrize(
+    ("owner", "others", "elsewhere"),
+    [(2, (), True), (1, (), False), (2, ("alloc",), False), (-1, (), False)],
+    ids=["anothers", "its own", "somebody has it", "nobodys"],
+)
+def test_a_token_that_went_over_anothers_went_elsewhere_where_nobody_has_what_is_looked_at(owner, others, elsewhere):
+    # In event 99 the token of position 8 went to slot 7, which is that of request `owner`; attention looks at slot 6.
+    nowhere = dict.fromkeys(("event", "forward", "runner", "group", "row"), 0)
+    looked = Sign(
+        **nowhere | {"event": 99}, mode="", request="", kind="attention_slots", bits=0, request_id=1, position=8, slot=6
+    )
+    slots = {(0, slot): SlotFacts(99) for slot in (6, 7)}
+    for event, what in ((2, "alloc"), (3, "written")):
+        slots[0, 7].add(Fact(event=event, what=what, request_id=owner))
+    for what in others:
+        slots[0, 6].add(Fact(event=4, what=what, request_id=3))
+    facts = Facts(header=TraceHeader(groups=(), tables=()), slots=slots, prefixes={(99, 1): 8})
+    facts.wrote[1, 8].append((99, 7))
+    cluster = Cluster(signs=[looked], kinds=Counter(), reasons=Counter(), facts=facts)
+    assert went_elsewhere(cluster, looked) is elsewhere
+
+
+@pytest.mark.parametrize(
     ("promised", "writes", "said"),
     [
         ("complete", 1, "it was never given to it, and another request wrote it"),
