@@ -33,10 +33,8 @@ _APART: Final = 4.0  # radians at the farthest position, from where on an angle 
 _FREEDOM, _FEWEST_TOKENS, _MOST_TOKENS = 12, 6, 48  # from which, and from how many at most, angles are learnt
 _FASTEST, _SLOWEST = np.pi, 0.02  # radians a position; what turns more slowly tells nothing
 _FITS, _OFF = 0.12, 0.3  # of a token's values: what rounding leaves, and what it does not
-_RIGHT, _KNOWN = (
-    0.6,
-    0.9,
-)  # of the tokens that are turned alike, or with one exception: else K follows from more than the position
+_RIGHT: Final = 0.6  # of the tokens are turned alike,
+_KNOWN: Final = 0.9  # or with one exception: else K follows from more than the position
 _AGAIN: Final = 2  # tokens at three positions that are off alike in one forward
 _AT_ONCE: Final = 256  # angles
 _BEYOND: Final = 64  # positions, behind all that were seen

@@ -12,7 +12,9 @@ from ..common.rotary import NEVER, one_of, told_by_one
 
 _log = logging.getLogger("kvcanary")
 
-MAX_ROWS: Final = 1 << 16  # requests of a batch, padding among them; graphs keep where they lie, before there are any pools
+MAX_ROWS: Final = (
+    1 << 16
+)  # requests of a batch, padding among them; graphs keep where they lie, before there are any pools
 PROMPTS: Final = ("EXTEND", "MIXED", "SPLIT_PREFILL")
 
 
