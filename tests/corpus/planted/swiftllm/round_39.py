@@ -249,40 +249,35 @@ def errors_of_copies_are_ignored(fired: Fired) -> None:
     def swap_blocks(before, src, dst, is_swap_in, *pools):
         pairs = list(zip(src, dst, strict=True))
         runs = [n for n in range(1, len(pairs)) if pairs[n] != (pairs[n - 1][0] + 1, pairs[n - 1][1] + 1)]
-        done = (
-            runs[0] if is_swap_in and runs else len(pairs)
-        )  # what lies side by side is one copy; the second one fails
-        before(src[:done], dst[:done], is_swap_in, *pools)
+        ends = [*runs, len(pairs)]  # what lies side by side is one copy; the second one fails
+        failed = range(*ends[:2]) if is_swap_in and runs else range(0)
+        done = [n for n in range(len(pairs)) if n not in failed]
+        before([src[n] for n in done], [dst[n] for n in done], is_swap_in, *pools)
 
 
-@bug("torch-spyre/sendnn-inference#33", "swift-rows", "next_token_swap", origin="vLLM Spyre")
-def answers_come_in_the_order_of_the_runners_rows(fired: Fired) -> None:
-    """When a request has ended before others, the runner puts the last one into its row, and the engine closes the gap. Tokens come in the order of the rows and are handed out in the engine's: some
-    get another's."""
-    rows: list[int] = []
-    wrong: list[bool] = []
+@bug(
+    "LMCache/LMCache#4612", "swift-waits", "stored_wrong", "copy_failed", "abort_frees_during_transfer", origin="LMCache"
+)  # fmt: skip
+def nobody_waits_for_stores_of_who_is_preempted(fired: Fired) -> None:
+    """Before the next forward the stores of preempted requests are to be waited for, and what should wait does nothing. Their blocks have been given to others, who write there before
+    they have been read: what is kept of the request is in part another's."""
+    Written(fired)
+    late: list[tuple[Any, ...]] = []
 
-    def look(step: Step) -> None:
-        if wrong and step.lens:
-            fired()
+    @replaces(import_module("swiftllm_c"), "swap_blocks")
+    def swap_blocks(before, src, dst, is_swap_in, *pools):
+        if is_swap_in:
+            before(src, dst, is_swap_in, *pools)
+        else:
+            late.append((before, src, dst, is_swap_in, *pools))
 
-    Step(look)
-
-    @replaces(model_class(), "forward")
-    def forward(before, model, input_ids_list, seq_ids_list, decoding_seq_lens_list, **rest):
-        tokens = before(model, input_ids_list, seq_ids_list, decoding_seq_lens_list, **rest)
-        if not decoding_seq_lens_list:  # prompts take the rows behind
-            rows.extend([] if rest else seq_ids_list)
-            return tokens
-        while gone := [row for row in rows if row not in seq_ids_list]:
-            last = rows.pop()
-            if last not in gone:
-                rows[rows.index(gone[0])] = last
-        sampled = dict(zip(seq_ids_list, tokens, strict=True))
-        given = [sampled[row] for row in rows]
-        if given != tokens:
-            wrong.append(True)
-        return given
+    @replaces(model_class(), "_forward")
+    def _forward(before, model, input_ids, infer_state):
+        tokens = before(model, input_ids, infer_state)
+        while late:
+            store, *given = late.pop(0)
+            store(*given)
+        return tokens
 
 
 @bug("sgl-project/sglang#32446", "swift-plain", "page_leaked", origin="SGLang")
