@@ -110,7 +110,7 @@ def prompts_are_freed_when_they_have_been_offloaded(fired: Fired) -> None:
     """What an answer adds is offloaded piece by piece, and with the first piece the blocks of the prompt are freed. The request goes on, and attends to them: whoever comes next writes
     its own prompt there."""
     Written(fired)
-    freed: dict[int, Any] = {}  # by request id, which end in a step of their own
+    freed: dict[int, Any] = {}  # by request id
 
     def look(step: Step) -> None:
         manager = step.model.gpu_block_manager
