@@ -20,6 +20,7 @@ EXPECTED = {
     "record_gllm.py": None,  # an adapter: tests/conformance/gllm checks it
     "record_lightllm.py": None,  # an adapter: tests/conformance/lightllm checks it
     "record_lmdeploy.py": None,  # an adapter: tests/conformance/lmdeploy checks it
+    "record_swiftllm.py": None,  # an adapter: tests/conformance/swiftllm checks it
     "record_transformers.py": ["clean: "],
     "triage_notebook.py": ["corrupt 294 violations", "free_too_early", "7f6f6bd2"],
     "tutorial_engine.py": None,

@@ -47,6 +47,7 @@ PYTHON = {
     "gllm": ".venv",
     "lightllm": ".venv",
     "lmdeploy": ".venv",
+    "swiftllm": ".venv",
 }
 # Engines that are no packages: which variable names their clone, and of what.
 CLONES = {
@@ -55,6 +56,7 @@ CLONES = {
     "gllm": ("GLLM", "github.com/gty111/gLLM"),
     "lightllm": ("LIGHTLLM", "github.com/ModelTC/LightLLM"),
     "lmdeploy": ("LMDEPLOY", "github.com/InternLM/lmdeploy"),
+    "swiftllm": ("SWIFTLLM", "github.com/interestingLSY/swiftLLM"),
 }
 AT_ONCE = 5  # runs a process, which imports the engine once
 HIGH = 0.9  # nine of ten that are said with this should be right

@@ -1,0 +1,1 @@
+"""Bugs planted into swiftLLM: each round of what was held out."""

@@ -1,0 +1,98 @@
+"""Runs swiftLLM for the corpus: with one bug, or with none. SWIFTLLM names a clone of github.com/interestingLSY/swiftLLM.
+
+python swiftllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "swiftllm")]
+
+import engine as real  # noqa: E402
+from cloned import Patch, main  # noqa: E402
+
+SETUPS = {
+    "swift-plain": real.Setup(block=8, blocks=30, running=5),
+    "swift-swaps": real.Setup(block=4, blocks=15, host=20, running=4, layers=1),
+    "swift-full": real.Setup(block=4, blocks=18, host=30, running=6, kv_heads=4, layers=1),
+    "swift-rows": real.Setup(block=4, blocks=40, running=3, tokens=40, heads=2, kv_heads=1),
+    "swift-long": real.Setup(block=16, blocks=9, host=12, running=4, tokens=90, dim=32, layers=1),
+    "swift-waits": real.Setup(block=8, blocks=11, host=16, running=4, tokens=30, layers=3, heads=2, kv_heads=2),
+}
+
+
+def workload(setup: str) -> dict[int, list]:
+    """Return what is asked before each step: (name, prompt, new tokens)."""
+    rng = random.Random(39)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1, 97) for _ in range(count)]
+
+    shared = tokens(14)
+    if setup == "swift-plain":  # room for all
+        return {
+            0: [("a", tokens(13), 18), ("b", tokens(22), 10)],
+            5: [("c", shared + tokens(3), 12), ("d", tokens(7), 9)],
+            11: [("h", tokens(19), 1)],  # which is over with its prompt
+            16: [("e", shared + tokens(9), 11)],
+            22: [("f", tokens(16), 8), ("g", tokens(9), 9)],
+        }
+    if setup == "swift-swaps":  # more than there is room for: some are swapped out, and in again
+        return {
+            0: [("a", tokens(14), 20), ("b", tokens(11), 16), ("c", tokens(9), 18)],
+            20: [("d", shared, 9)],
+            26: [("e", tokens(18), 10), ("f", shared + tokens(5), 8)],
+        }
+    if setup == "swift-full":  # many short ones, several of which are swapped out at once
+        return {
+            0: [("a", tokens(10), 16), ("b", tokens(9), 14), ("c", tokens(12), 12), ("d", tokens(6), 17)],
+            4: [("e", tokens(5), 12), ("f", tokens(8), 10)],
+            30: [("g", tokens(11), 12), ("h", shared + tokens(4), 10), ("i", tokens(13), 11)],
+        }
+    if setup == "swift-rows":  # that take the ids of others that have left
+        return {
+            0: [("a", tokens(9), 6), ("b", tokens(15), 14), ("c", tokens(6), 9)],
+            4: [("d", tokens(18), 10), ("e", tokens(7), 12)],
+            14: [("f", shared, 7), ("g", tokens(12), 9), ("h", tokens(5), 6)],
+        }
+    if setup == "swift-long":  # long ones beside short ones, in large blocks
+        return {
+            0: [("a", tokens(47), 20), ("b", tokens(12), 25)],
+            4: [("c", tokens(35), 16)],
+            12: [("d", tokens(60), 14)],
+            30: [("e", shared + tokens(20), 9), ("f", tokens(5), 14)],
+        }
+    return {  # some of which have to wait for room, and for others that come back
+        0: [("a", tokens(20), 22), ("b", tokens(14), 18)],
+        2: [("c", tokens(23), 12), ("d", tokens(9), 10)],
+        9: [("e", tokens(16), 14)],
+        24: [("f", shared + tokens(6), 12), ("g", tokens(11), 8)],
+    }
+
+
+def generate(setup: str, folder: Path, engines: list) -> None:
+    """Answer seeded random prompts."""
+    (folder / "traces").mkdir(parents=True, exist_ok=True)
+    made = real.Engine(folder / "traces" / "trace.arrow")
+    engines.append(made)
+    asked = workload(setup)
+    for step in range(300):
+        for one in asked.pop(step, ()):
+            made.add(*one)
+        if not made.step() and not asked:
+            break
+    (folder / "tokens.json").write_text(json.dumps(dict(sorted(made.answers.items()))))
+    made.close()
+
+
+def prepare(setup: str, patch: Patch) -> None:
+    """Make the engine's module ready."""
+    real.SETUP = SETUPS[setup]
+    real.Engine.begun = staticmethod(patch)
+
+
+if __name__ == "__main__":
+    main("swiftllm", prepare, generate)
