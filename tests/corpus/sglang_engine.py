@@ -373,7 +373,7 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
     if "uneven" in setup:
         tell_layers_apart()
-    if setup == "recurrent-ends":
+    if setup in ("recurrent-ends", "recurrent-few-slots"):
         enlarge_states()
     if setup in TELLING:
         let_attention_be_seen()
@@ -397,7 +397,7 @@ def generate(setup: str, folder: Path) -> None:
         disable_overlap_schedule=not chosen.overlap,
         disable_radix_cache=setup.endswith("no-tree"),
         enable_mixed_chunk=setup.endswith("mixed"),
-        max_mamba_cache_size=8 if setup == "recurrent-retract" else None,
+        max_mamba_cache_size=8 if setup in ("recurrent-retract", "recurrent-few-slots") else None,
         page_size=chosen.page,
         max_total_tokens=chosen.slots,
         random_seed=1,

@@ -320,6 +320,19 @@ def _llama_turns_whole(ask: Asked) -> None:
     ask.prompts = [ask.tokens(count) for count in (19, 32, 11, 27)]
 
 
+def _recurrent_few_slots(ask: Asked) -> None:
+    """Prompts that come one after another while others are answered, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (17, 28, 11, 36, 23, 14)]
+    ask.again = [ask.tokens(30), ask.prompts[1] + ask.tokens(5), ask.tokens(19), ask.prompts[4], ask.tokens(25)]
+
+
+def _llama_page4_trimmed(ask: Asked) -> None:
+    """Prompts: one that has its first page in common with another, and one that leaves that page out."""
+    ask.prompts = [ask.tokens(count) for count in (29, 18, 35)]
+    rest = ask.tokens(33)
+    ask.again = [ask.prompts[0][:4] + rest, ask.tokens(26), ask.tokens(21), rest + ask.tokens(7)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -404,6 +417,9 @@ SETUPS = {
     "llama-host-weights-storage": Setup("llama", 4, 168, False, 3, False, then=_long_ones),
     "llama-turns-whole": Setup("llama", 1, 292, False, 3, False, then=_llama_turns_whole),
     "llama-host-halves-storage": Setup("llama", 4, 172, False, 2, False, then=_llama_host_halves_storage),
+    "recurrent-few-slots": Setup("lfm2", 1, 424, False, 3, False, then=_recurrent_few_slots),
+    "llama-host-page4-lists": Setup("llama", 4, 164, False, 3, False, then=_long_ones),
+    "llama-page4-trimmed": Setup("llama", 4, 452, False, 2, False, then=_llama_page4_trimmed),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -419,4 +435,6 @@ TELLING = (
     "llama-host-weights-storage",
     "llama-host-halves-storage",
     "llama-turns-whole",
+    "llama-host-page4-lists",
+    "llama-page4-trimmed",
 )

@@ -213,6 +213,13 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(176, 14), 44, 4),
             ask("d", random_prompt(177, 31), 26, 9),
         ]
+    if setup == "few-cancels":  # one of which takes the room of one that has gone, and is sent away between two chunks
+        return [
+            ask("a", random_prompt(180, 35), 6),
+            ask("b", random_prompt(181, 95), 12, 3),
+            ask("c", random_prompt(180, 35) + random_prompt(182, 4), 16, 10),
+            ask("d", random_prompt(183, 21), 14, 13),
+        ]
     return []
 
 
@@ -329,6 +336,9 @@ def generate(setup: str, folder: Path) -> None:
         batching = {"num_blocks": 52, "max_batch_tokens": 22}
     if setup == "offload-qwen-suspends":
         batching |= {"num_blocks": 16, "max_batch_tokens": 42}
+    if setup == "few-cancels":
+        batching |= {"num_blocks": 12, "max_batch_tokens": 23}
+        cancel("b", 11)
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     if setup in ("hybrid-clamped", "offload-qwen-suspends"):
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
