@@ -319,8 +319,9 @@ class _Gathering(StateListener):
                 ended = self._running.get(request_id, prefix)
                 if forward.runner == 0:
                     self._running[request_id] = prefix + max(extend, 0)
-                    if asked and prefix > ended:
+                    if forward.event in self._seen and prefix > ended:
                         self.facts.ahead[forward.event, request_id] = ended
+                        self.facts.prefixes[forward.event, request_id] = prefix
                 if request_id not in self.facts.begins:
                     self.facts.begins[request_id] = Begin(
                         event=forward.event,

@@ -25,6 +25,7 @@ from .observed import (
     has_its_row,
     hit_what_it_was_given,
     its_own_slot,
+    kept_nowhere,
     left_out_of_a_prompt,
     let_in_again,
     lost_all,
@@ -34,6 +35,7 @@ from .observed import (
     open_transfer,
     over_its_window,
     page_of_elsewhere,
+    put_back,
     row_moved,
     row_replaced,
     skipped,
@@ -232,6 +234,8 @@ def _by_its_row(cluster: Cluster, seen: Evidence) -> Likely | None:
     loaded = seen.filled is Filled.LOAD and not cluster.complete  # a load is for whoever reads it
     if seen.held is Held.NEVER and not loaded:
         return _never_given(cluster, seen)
+    if kept_nowhere(cluster, sign):
+        return Likely("write", ("slot_mapping", "kv_write_lost"))
     if over_its_window(cluster, sign):
         return Likely("write", ("slot_mapping", "window_read_wrong"))
     if cluster.window(sign) and seen.filled in (Filled.ITSELF, Filled.ITSELF_ELSEWHERE):
@@ -326,6 +330,8 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
             return Likely("allocation", ("page_given_twice", "eviction_of_locked_page", "free_too_early"))
         return Likely("table", ("req_to_token", "slot_mapping", "page_given_twice"))
     if foreign is not None and not cluster.was_given(foreign):
+        if put_back(cluster, foreign):
+            return Likely("allocation", ("scheduled_after_retraction",))
         if cluster.enough(foreign):
             return Likely("table", ("req_to_token", "slot_mapping"))
         return Likely("allocation", ("commit_beyond_allocation", "slot_mapping", "page_given_twice"))

@@ -152,6 +152,28 @@ def left_out_of_a_prompt(cluster: Cluster, sign: Sign) -> bool:
     return in_prompt and "input_not_truth" not in mine and skipped(cluster, sign)
 
 
+def kept_nowhere(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request computed a position of a window, and its K and V went to no slot that keeps them."""
+    own = cluster.wrote(sign) if sign.bits & CONTENT and cluster.window(sign) and _own_table(cluster, sign) else None
+    return own is not None and own[1] <= 0 and own[0] < sign.event
+
+
+def _own_table(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a sign's group has the slots of the first block table, by which it is known where tokens went."""
+    group = cluster.groups[sign.group] if 0 <= sign.group < len(cluster.groups) else None
+    return group is not None and group.lut < 0 and group.table == 0
+
+
+def put_back(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request had been put back before a sign's event, and was given nothing since."""
+    left = cluster.facts.status_before(sign.request_id, sign.event)
+    if left is None or left.status != "retracted":
+        return False
+    return not any(
+        left.event < event <= sign.event and n > 0 for event, _, n in cluster.facts.given.get(sign.request_id, ())
+    )
+
+
 def wrote_to_padding(cluster: Cluster) -> tuple[Sign, int] | None:
     """Return who reads the padding slot where it wrote a token of its own, by its row, and the event of that; None for nobody."""
     for sign in cluster.head:

@@ -6,11 +6,14 @@ from ..observed import (
     begins_from_another,
     behind_its_rows_end,
     handed_round,
+    kept_nowhere,
     left_out_of_a_prompt,
     over_its_window,
     skipped,
 )
 from ..sign import CONTENT, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
+
+_FAR = 64  # positions from where a token belongs
 
 
 @rule("a request's length went back", branch="input", aftermath=True)
@@ -57,6 +60,12 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
             said = f"{sign.reader} computed its token for position {sign.position} at position {sign.stored_position} in forward "
             said += f"{sign.writer_forward}: {sign.place}, read in {sign.when}"
             return cluster.diagnosis(0.93, said, sign, own[0], sign.event, cause=own[0])
+    wrong = [sign for sign in cluster.head if sign.kind == "input_not_truth" and sign.runner == 0]
+    early = _own_tokens_off(wrong) if wrong else 0
+    if early:
+        sign = wrong[0]
+        said = f"{sign.reader} was fed its own tokens {abs(early)} positions {'early' if early > 0 else 'late'} in {sign.when}: {sign.place}, it {sign.detail}"
+        return cluster.diagnosis(0.9, said, sign, cause=sign.event)
     for sign in cluster.head:
         own = cluster.wrote(sign)
         if own is not None and begins_behind_its_prompt(cluster, sign):
@@ -209,11 +218,27 @@ def _prompt_overwritten(cluster: Cluster) -> Diagnosis | None:
     if len(at) < 2 or at[-1] - at[0] >= 2 * len(at) or cluster.finding("input_not_sampled", "seq_len_backwards"):
         return None
     sign = wrong[0]
-    if cluster.facts.retracted_before(sign.request_id, sign.event) or begins_from_another(cluster):
+    if (
+        cluster.facts.retracted_before(sign.request_id, sign.event)
+        or begins_from_another(cluster)
+        or _own_tokens_off(wrong)
+    ):
         return None
     said = f"{len(at)} tokens of a chunk of {sign.reader} were not fed as the scheduler has them in {sign.when}, from {sign.place} on: it "
     queries = (request_query(sign.request_id), events_query([sign.event]))
     return cluster.diagnosis(0.85, said + sign.detail, sign, queries=queries, cause=sign.event)
+
+
+def _own_tokens_off(wrong: list[Sign]) -> int:
+    """Return by how many positions a request's own tokens stand where others belong, all alike, 0 if they do not."""
+    mine = {
+        sign.position: sign for sign in wrong if sign.request_id == wrong[0].request_id and sign.event == wrong[0].event
+    }
+    for by in (step * sign for step in range(1, _FAR) for sign in (1, -1)):
+        pairs = [(one, mine[at + by]) for at, one in mine.items() if at + by in mine]
+        if len(pairs) > 2 and all(one.stored_token == other.expected_token for one, other in pairs):
+            return by
+    return 0
 
 
 @rule("sampled tokens mixed up", branch="input")
@@ -263,7 +288,7 @@ def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
 def _shifted(cluster: Cluster) -> Diagnosis | None:
     """Positions of a window, all of which hold the request's own tokens from the same distance away."""
     first = cluster.first
-    if over_its_window(cluster, first):
+    if over_its_window(cluster, first) or kept_nowhere(cluster, first):
         return None
     wrong = [
         s for s in cluster.head if s.bits & POSITION and s.request_id == first.request_id and s.group == first.group

@@ -5,6 +5,7 @@ from ..facts import Fact
 from ..observed import (
     given_what_is_cached,
     its_own_slot,
+    kept_nowhere,
     let_in_again,
     over_its_own,
     went_elsewhere,
@@ -40,6 +41,11 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
         said += "which nobody wrote"
         return cluster.diagnosis(0.75, said, lost, lost.event, cause=lost.event)
     for sign in cluster.head:
+        if kept_nowhere(cluster, sign):
+            own = cluster.wrote(sign)
+            said = f"{sign.reader} reads position {sign.position} of its window in {sign.place} in {sign.when}, and had computed it in event "
+            said += f"{own[0] if own else -1}, from where it went to no slot that keeps it"
+            return cluster.diagnosis(0.85, said, sign, own[0] if own else -1, sign.event, cause=own[0] if own else -1)
         if sign.kind == "write_to_foreign_slot" and not cluster.was_given(sign):
             found = its_own_slot(cluster, sign)
             if found is not None:
