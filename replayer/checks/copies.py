@@ -205,7 +205,9 @@ class CopyDiffers(HistoryCheck):
             if stored is not None and meanwhile:
                 add("stored_over", slot, "was loaded after another page was stored in place of its copy", stored.event)
                 continue
-            if stored is not None and stored.given and lay and stored.given != lay:
+            # It was read before the last store there, and is told behind it.
+            earlier = stored is not None and lay == stored.before != 0 and came in (0, lay)
+            if stored is not None and stored.given and lay and stored.given != lay and not earlier:
                 if (stored.given ^ lay) & _LOW == 0:
                     add("other_order", slot, since=stored.event)
                 elif stored.why:
