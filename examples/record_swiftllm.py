@@ -4,32 +4,11 @@ An adapter as docs/guide/recording-your-engine.md makes one: functions of the en
 One GPU, with what is swapped to the host's memory and back. `tests/conformance/swiftllm/` checks it.
 """
 
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
-from kvcanary import TIER_HOST, TIER_POOL, BlockUse, CopyEnds, EngineInfo, PagedRecorder, Recorder
+from kvcanary import TIER_HOST, TIER_POOL, BlockUse, CopyEnds, EngineInfo, PagedRecorder
 from kvcanary.kernels.ops.end_hash.reference import end_hashes
-
-
-class _WithHost(Recorder):
-    """A recorder whose pool has a tier on the host."""
-
-    def __init__(self, path, header, *, host_slots, **options):
-        groups = (replace(header.groups[0], host_num_slots=host_slots),)
-        self.loads = []  # what was loaded since the last forward
-        super().__init__(path, replace(header, groups=groups), **options)
-
-
-class SwappingRecorder(PagedRecorder, _WithHost):
-    """A `PagedRecorder` that is told of a tier on the host, of which it knows nothing itself."""
-
-    def before_forward(self, forward_input):
-        """Record loads when their blocks have been given out, which `before_step` has just found."""
-        for load in self.loads:
-            self.kv_copy(**load)
-        self.loads.clear()
-        super().before_forward(forward_input)
 
 
 def attach(engine, path, **options):
@@ -50,9 +29,8 @@ def attach(engine, path, **options):
         count(),
     )  # whom the step computes; a number for each request, since ids are reused
     angles = np.hstack([model._cos_cached.cpu(), model._sin_cached.cpu()])
-    places = {
-        row.tobytes(): position for position, row in enumerate(angles)
-    }  # the model is given no positions but these
+    # The model is given no positions but these.
+    places = {row.tobytes(): position for position, row in enumerate(angles)}
 
     def blocks():
         given = manager.num_seq_allocated_blocks.tolist()
@@ -63,7 +41,7 @@ def attach(engine, path, **options):
         return BlockUse(held, free=manager.is_block_free.nonzero().flatten().tolist())
 
     layers = range(model.k_cache.shape[1])
-    recorder = SwappingRecorder(
+    recorder = PagedRecorder(
         path,
         engine=EngineInfo(name="swiftllm"),
         keys={layer: model.k_cache[:, layer] for layer in layers},
@@ -74,7 +52,7 @@ def attach(engine, path, **options):
         max_len=config.max_blocks_per_seq * size,
         num_layers=len(layers),
         blocks=blocks,
-        host_slots=config.num_cpu_blocks * size,
+        host_blocks=config.num_cpu_blocks,
         **options,
     )
 
@@ -95,9 +73,8 @@ def attach(engine, path, **options):
             input_ids=input_ids,
             positions=[places.get(row.tobytes(), -1) for row in given],
             slots=np.concatenate(slots),
-            block_tables=manager.block_table[rows]
-            if prompts < len(batch)
-            else None,  # prompts attend to what they bring
+            # Prompts attend to what they bring.
+            block_tables=manager.block_table[rows] if prompts < len(batch) else None,
             seq_lens=lens,
         )
 
@@ -134,20 +111,16 @@ def attach(engine, path, **options):
             tiers, ends = tiers[::-1], ends[::-1]
         given, before = hashed(ends[0], src), hashed(ends[1], dst)
         swap(src, dst, is_swap_in, k_cache, v_cache, k_swap, v_swap)
-        copy = {
-            "group": 0,
-            "src": [block * size for block in src],
-            "dst": [block * size for block in dst],
-            "count": [size] * len(src),
-            "src_tier": tiers[0],
-            "dst_tier": tiers[1],
-            "note": "load-back" if is_swap_in else "offload",
-            "ends": CopyEnds(given, hashed(ends[1], dst), before, np.full(len(src), -1)),
-        }
-        if is_swap_in:
-            recorder.loads.append(copy)
-        else:
-            recorder.kv_copy(**copy)
+        recorder.kv_copy(
+            group=0,
+            src=[block * size for block in src],
+            dst=[block * size for block in dst],
+            count=[size] * len(src),
+            src_tier=tiers[0],
+            dst_tier=tiers[1],
+            note="load-back" if is_swap_in else "offload",
+            ends=CopyEnds(given, hashed(ends[1], dst), before, np.full(len(src), -1)),
+        )
 
     scheduler.get_next_batch, scheduler.on_batch_finish = recorded_next, recorded_finish
     model._forward, swiftllm_c.swap_blocks = recorded_forward, recorded_swap

@@ -10,7 +10,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KV_ALIGN_BYTES
 from ..trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, Oracle, PoolGroup, StateTable, TraceHeader
-from ..trace.schema import ALLOC_CACHED, Mode
+from ..trace.schema import ALLOC_CACHED, TIER_POOL, Mode
 from .attention import paged_read
 from .block_use import BlockChange, BlockUse, ShownBlocks, without
 from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, mode_by_lens, truth_tokens
@@ -47,6 +47,7 @@ class PagedRecorder(Recorder):
         num_layers: layers of the model, those not watched included; 0 if unknown.
         model: which model runs.
         capture_bytes: leading bytes of each token to keep, of each layer, a multiple of 16.
+        host_blocks: blocks of a tier on the host, which `kv_copy` names.
         padding_blocks: blocks that take writes which nobody reads, and are never given out.
         oracle: the token oracle that samples, if one does: see `oracle_tokens`.
         blocks: returns who has which blocks; it is called before each forward and once more by `close`, and by comparing what it
@@ -75,6 +76,7 @@ class PagedRecorder(Recorder):
         model: ModelInfo | None = None,
         capture_bytes: int = KV_ALIGN_BYTES,
         padding_blocks: Collection[int] = (),
+        host_blocks: int = 0,
         oracle: Oracle | None = None,
         blocks: Callable[[], BlockUse] | None = None,
         **options: Any,
@@ -106,6 +108,7 @@ class PagedRecorder(Recorder):
             streams=tuple(streams),
             padding_slots=tuple(padding),
             num_layers=num_layers,
+            host_num_slots=host_blocks * block_size,
         )
         notes = ("the engine has no rows: each request is lent one", *((DERIVED,) if blocks else ()))
         header = TraceHeader(
@@ -196,6 +199,13 @@ class PagedRecorder(Recorder):
                 attention=attention,
             )
         )
+
+    @guarded
+    def kv_copy(self, **copy: Any) -> None:
+        """As `Recorder.kv_copy`; of one into the pool it is recorded first what has been given out by now."""
+        if self._ask is not None and copy.get("dst_tier", TIER_POOL) == TIER_POOL:
+            self._show(self._ask(), np.empty(0, np.int64))
+        super().kv_copy(**copy)
 
     @guarded
     def ended(self, request: Hashable) -> None:

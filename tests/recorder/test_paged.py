@@ -11,6 +11,7 @@ from kvcanary.recorder.capture.block_use import BlockUse, ShownBlocks
 from kvcanary.recorder.capture.paged import PagedRecorder
 from kvcanary.recorder.trace.header import EngineInfo, Oracle
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
+from kvcanary.recorder.trace.schema import TIER_HOST
 
 from ..support.engines.documented_engine import judged
 from ..support.engines.nano import BLOCK, CONTEXT, DIM, HEADS, VOCAB, Llm, attach
@@ -170,6 +171,60 @@ def test_a_layer_of_which_nothing_is_kept_in_full_is_looked_at_in_turn(
     ]
     summary = judged(tmp_path / "trace.arrow")
     assert {*summary.findings_by_kind} == ({kind} if all_layers else set())
+
+
+def test_what_is_loaded_into_blocks_that_were_just_given_out_comes_behind_that(tmp_path: Path) -> None:
+    """A swap, between two forwards: blocks of a request go to the host, and come back into others."""
+    path, shown = tmp_path / "trace.arrow", {"a": [1, 2]}
+    pool, host = np.zeros((8, 4, 1, 16), np.uint8), np.zeros((4, 4, 1, 16), np.uint8)
+
+    def blocks() -> BlockUse:
+        return BlockUse(dict(shown), free=[n for n in range(1, 8) if not any(n in held for held in shown.values())])
+
+    recorder = PagedRecorder(
+        path,
+        engine=EngineInfo(name="paged"),
+        keys={0: pool},
+        values=None,
+        axes="block slot head dim",
+        block_size=4,
+        max_requests=2,
+        max_len=8,
+        padding_blocks=[0],
+        host_blocks=4,
+        blocks=blocks,
+        strict=True,
+    )
+
+    def forward(name: str, prefix: int, count: int) -> None:
+        places = range(prefix, prefix + count)
+        recorder.before_step(
+            requests=[name],
+            prefix_lens=[prefix],
+            extend_lens=[count],
+            input_ids=[p + 5 for p in places],
+            positions=list(places),
+            slots=[shown[name][p // 4] * 4 + p % 4 for p in places],
+            block_tables=[shown[name]],
+        )
+        for p in places:
+            pool[shown[name][p // 4], p % 4] = p + 1
+        recorder.after_forward()
+
+    forward("a", 0, 6)
+    host[:2] = pool[[1, 2]]
+    recorder.kv_copy(group=0, src=[4, 8], dst=[0, 4], count=[4, 4], dst_tier=TIER_HOST)
+    shown["a"], shown["b"] = [], [3]
+    forward("b", 0, 2)
+    shown["a"] = [5, 6]
+    pool[[5, 6]] = host[:2]
+    recorder.kv_copy(group=0, src=[0, 4], dst=[20, 24], count=[4, 4], src_tier=TIER_HOST)
+    forward("a", 6, 1)
+    recorder.close()
+    kinds = [event.kind for event in read_trace(path) if event.kind in ("alloc", "free", "kv_copy")]
+    assert kinds == ["alloc", "kv_copy", "free", "alloc", "alloc", "kv_copy"]
+    assert recorder.header.groups[0].host_num_slots == 16
+    assert judged(path).verdict.value == "clean"
 
 
 def test_layers_that_cannot_be_looked_at_in_turn_are_named(tmp_path: Path) -> None:
