@@ -201,7 +201,7 @@ class PagedRecorder(Recorder):
         )
 
     @guarded
-    def kv_copy(self, **copy: Any) -> None:
+    def kv_copy(self, /, **copy: Any) -> None:
         """As `Recorder.kv_copy`; of one into the pool it is recorded first what has been given out by now."""
         if self._ask is not None and copy.get("dst_tier", TIER_POOL) == TIER_POOL:
             self._show(self._ask(), np.empty(0, np.int64))
