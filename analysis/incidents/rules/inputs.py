@@ -65,7 +65,7 @@ def position_off(cluster: Cluster) -> Diagnosis | None:
     if early:
         sign = wrong[0]
         said = f"{sign.reader} was fed its own tokens {abs(early)} positions {'early' if early > 0 else 'late'} in {sign.when}: {sign.place}, it {sign.detail}"
-        return cluster.diagnosis(0.9, said, sign, cause=sign.event)
+        return cluster.diagnosis(0.68, said, sign, cause=sign.event)
     for sign in cluster.head:
         own = cluster.wrote(sign)
         if own is not None and begins_behind_its_prompt(cluster, sign):

@@ -8,7 +8,6 @@ from bugs import Fired, bug, replaces
     "qwen-far",
     "not_of_the_model",
     origin="Candle",
-    late="not found: every request has the same K at these positions, which only a model shows to be wrong",
 )
 def positions_are_rounded_before_they_are_turned_into_angles(fired: Fired) -> None:
     """The places of the tokens are cast to the model's short floats before the angles are made of them. Up to 256 all of them are exact; behind that every other one is its neighbour's, so that keys are turned as if they
