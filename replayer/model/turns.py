@@ -19,7 +19,8 @@ from .written import EVENT, FURTHEST, POSITION, REQUEST, ROUNDING, WrittenTokens
 Floats = npt.NDArray[np.float64]
 
 TURNED: Final = frozenset(ROUNDING)  # dtypes; of 8 bits too little is left
-_MOST_ROWS: Final = 1 << 16  # that are judged at once
+_MOST_ROWS: Final = 1 << 16  # that are judged at once, and of what is off
+_MOST_PARTS: Final = 256  # of those judged at once, whose tokens show how well the angles fit
 _KEPT: Final = 4  # of a token, for those that come later
 _EACH: Final = 8  # of a token that are looked at together, of which not more than two are of one request's forward
 _OF_ONE: Final = 2
@@ -195,7 +196,8 @@ class Turns:
         right = left < _FITS
         self.judged += int(judged.sum())
         self.right += int((judged & right).sum())
-        self._left.append(left[judged & right])
+        if len(self._left) < _MOST_PARTS:
+            self._left.append(left[judged & right])
         lengths = places[tokens.rows[right][tokens.there[right]], FURTHEST]
         if len(lengths):
             self.lengths = min(self.lengths[0], int(lengths.min())), max(self.lengths[1], int(lengths.max()))
@@ -210,7 +212,7 @@ class Turns:
             row, others = int(one.rows[0, n]), np.flatnonzero(one.there[0])
             others = others[others != n]
             wrong[row] = True
-            if row >= old and much > _OFF:
+            if row >= old and much > _OFF and len(self.found) < _MOST_ROWS:
                 place, before = places[row].tolist(), places[one.rows[0, others[-1]]].tolist()
                 self.found.append(Misturned(much, int(keys[row]), place, before, as_at, len(others)))
 
