@@ -1,10 +1,12 @@
 """Records the bugs of engines of which a clone is run, with an `Engine` in tests/conformance: each in a process of its own."""
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "conformance"))
 
@@ -12,6 +14,7 @@ from bugs import load
 from forking import fork, wait_for
 
 LONGEST = 240.0  # seconds
+STEPS = 500  # after which whoever is not done yet is not answered any more
 
 Patch = Callable[[], None]
 
@@ -64,3 +67,34 @@ def main(kind: str, prepare: Callable[[str, Patch], None], generate: Callable[[s
     os.environ["KVCANARY_COMPRESSION"] = "zstd"
     for one in sys.argv[2:]:
         print(one, run(kind, one, Path(sys.argv[1]) / one.replace(":", "-"), prepare, generate), flush=True)
+
+
+def asking(
+    real: Any, setups: dict[str, Any], workload: Callable[[str], dict[int, list]]
+) -> tuple[Callable[[str, Patch], None], Callable[[str, Path, list], None]]:
+    """Return `prepare` and `generate` of an engine's module that is asked step by step.
+
+    `workload` says what is asked before each step: (name, prompt, new tokens), or the name of who is aborted.
+    """
+
+    def prepare(setup: str, patch: Patch) -> None:
+        real.SETUP = setups[setup]
+        real.Engine.begun = staticmethod(patch)
+
+    def generate(setup: str, folder: Path, engines: list) -> None:
+        (folder / "traces").mkdir(parents=True, exist_ok=True)
+        made = real.Engine(folder / "traces" / "trace.arrow")
+        engines.append(made)
+        asked = workload(setup)
+        for step in range(STEPS):
+            for one in asked.pop(step, ()):
+                if isinstance(one, str):
+                    made.abort(one)
+                else:
+                    made.add(*one)
+            if not made.step() and not asked:
+                break
+        (folder / "tokens.json").write_text(json.dumps(dict(sorted(made.answers.items()))))
+        made.close()
+
+    return prepare, generate

@@ -3,7 +3,6 @@
 python swiftllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 """
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "swiftllm")]
 
 import engine as real  # noqa: E402
-from cloned import Patch, main  # noqa: E402
+from cloned import asking, main  # noqa: E402
 
 SETUPS = {
     "swift-plain": real.Setup(block=8, blocks=30, running=5),
@@ -73,26 +72,5 @@ def workload(setup: str) -> dict[int, list]:
     }
 
 
-def generate(setup: str, folder: Path, engines: list) -> None:
-    """Answer seeded random prompts."""
-    (folder / "traces").mkdir(parents=True, exist_ok=True)
-    made = real.Engine(folder / "traces" / "trace.arrow")
-    engines.append(made)
-    asked = workload(setup)
-    for step in range(300):
-        for one in asked.pop(step, ()):
-            made.add(*one)
-        if not made.step() and not asked:
-            break
-    (folder / "tokens.json").write_text(json.dumps(dict(sorted(made.answers.items()))))
-    made.close()
-
-
-def prepare(setup: str, patch: Patch) -> None:
-    """Make the engine's module ready."""
-    real.SETUP = SETUPS[setup]
-    real.Engine.begun = staticmethod(patch)
-
-
 if __name__ == "__main__":
-    main("swiftllm", prepare, generate)
+    main("swiftllm", *asking(real, SETUPS, workload))
