@@ -45,8 +45,9 @@ def attach(worker, path, **options):
         **options,
     )
 
-    def tell(part, padding=0):
-        """Tell the part of a forward that these requests of the batch are, with so many rows of padding."""
+    def tell(number):
+        """Tell the part of a forward that some requests of the batch are, with its rows of padding."""
+        part, padding = told[number]
         seqs, starts = inputs.seqs, inputs.query_start_loc_cpu.tolist()
         padding = range(len(seqs), len(seqs) + padding)
         tokens = [t for row in part for t in range(starts[row], starts[row + 1])]
@@ -62,6 +63,7 @@ def attach(worker, path, **options):
             slots=inputs.slot_mapping[tokens],
             block_tables=inputs.block_table[rows],
             seq_lens=inputs.seq_lens[rows],
+            part=number,
         )
 
     def known(tokens):
@@ -82,21 +84,21 @@ def attach(worker, path, **options):
 
     def recorded_forward():  # without a graph
         told[:] = [(part, 0) for part in parts()]
-        tell(*told[0])
+        tell(0)
         return forward()
 
     def recorded_pad(size):  # with one: right before its replay
         count = pad(size)
         told[:] = [(range(len(inputs.seqs)), size - len(inputs.seqs))]
-        tell(*told[0])
+        tell(0)
         return count
 
     def recorded_batch(*args, **kwargs):
         first = recorder.next_forward
         output = run_batch(*args, **kwargs)
         recorder.after_forward()  # the next forward is launched before its tokens are known
-        for part, _ in told[1:]:
-            tell(part)
+        for number in range(1, len(told)):
+            tell(number)
             recorder.after_forward()
         launched.append([(first + number, *part) for number, part in enumerate(told)])
         return output

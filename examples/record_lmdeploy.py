@@ -102,10 +102,11 @@ def attach(engine, loop, path, **options):
         changes.clear()
         return forward_inputs
 
-    def tell(part, padding):
+    def tell(number, padding):
         step, given = running[0], running[0].given
         attention = given["attn_metadata"]
         starts, lens = attention.q_start_loc.tolist(), attention.q_seqlens.tolist()
+        part = step.parts[number]
         rows = [*part, *range(len(step.seqs), len(step.seqs) + padding)]
         slots, tokens = written(attention), [t for row in part for t in range(starts[row], starts[row] + lens[row])]
         if padding:  # all are told, and where those of padding begin is not filled in
@@ -121,6 +122,7 @@ def attach(engine, loop, path, **options):
             block_tables=attention.block_offsets[rows],
             seq_lens=attention.kv_seqlens[rows],
             query_lens=attention.q_seqlens[rows],
+            part=number,
         )
 
     def written(attention):
@@ -152,7 +154,7 @@ def attach(engine, loop, path, **options):
             step.padding = len(given["attn_metadata"].q_seqlens) - len(step.seqs)
             step.parts = [list(range(len(step.seqs)))] if step.padding else parts(given["attn_metadata"])
             step.first = recorder.next_forward
-            tell(step.parts[0], step.padding)
+            tell(0, step.padding)
 
     def recorded_fill(*args, **given):
         padded = fill(*args, **given)
@@ -170,8 +172,8 @@ def attach(engine, loop, path, **options):
         running.append(made.popleft())
         output = run(inputs, **rest)
         recorder.after_forward()  # the next forward is scheduled before its tokens are known
-        for part in running[0].parts[1:]:
-            tell(part, 0)
+        for number in range(1, len(running[0].parts)):
+            tell(number, 0)
             recorder.after_forward()
         running.clear()
         return output

@@ -15,7 +15,7 @@ from ..state.tables import StateTables
 from ..state.writes import stays
 from ..trace.event import TraceEvent
 from ..trace.header import TraceHeader
-from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS, SUBMITTED
+from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS, PART, SUBMITTED
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host, one_of
 from .kv_layers import KvLayers, Values
@@ -52,7 +52,7 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
         time_ns=forward.time_ns,
         scalars={"forward": forward.number, "kv_watched": int(forward.kv_watched)}
         | {name: getattr(forward, name) for name in _SCALARS}
-        | ({"status": FAILED} if forward.failed else {}),
+        | {"status": FAILED if forward.failed else f"{PART}{forward.part}" if forward.part > 0 else ""},
         ints={name: values for name, values in ints.items() if values.size},
         bytes={name: values for name, values in payload.items() if values.size},
     )

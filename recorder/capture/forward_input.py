@@ -118,6 +118,7 @@ class ForwardInput:
         attention: what attention gets, where that is known before the forward; else `Recorder.attention`.
         states: for each of the header's `states` which slots the forward reads and writes, None for none.
         identity: of requests some of whose tokens are computed with another adapter than their own, with which.
+        part: of a step that is told as several forwards, how many of them were told before this one.
     """
 
     mode: Mode
@@ -136,6 +137,7 @@ class ForwardInput:
     attention: AttentionInput | None = None
     states: tuple[StateAccess | None, ...] = ()
     identity: Sequence[IdentityValue] = ()
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,7 @@ class CopiedForward:
     identity: dict[str, Int64Array] = field(default_factory=dict)  # event columns: what is not the requests' own
     note: str = ""
     failed: bool = False  # what it wrote is unknown
+    part: int = 0  # of a step that was told as several forwards, those before it
 
     def ints(self, name: str) -> Int64Array:
         """Return a column of `changes`, none where it is not filled: what a replay's tables are brought up to date by."""
@@ -246,6 +249,7 @@ def copy_forward(
         input_ids=hash_tokens(own_int64(given.input_ids, "input_ids")),
         positions=own_int64(given.positions, "positions"),
         luts=given.luts,
+        part=given.part,
     )
     for name in ("request_ids", "prefix_lens", "extend_lens"):
         check_length(name, getattr(copied, name).size, copied.rows.size, "one for each of req_pool_indices")

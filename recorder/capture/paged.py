@@ -145,6 +145,7 @@ class PagedRecorder(Recorder):
         seq_lens: Any = None,
         query_lens: Any = None,
         mode: Mode | None = None,
+        part: int = 0,
     ) -> None:
         """Capture what a forward is about to read and write; `after_forward` completes it.
 
@@ -160,6 +161,7 @@ class PagedRecorder(Recorder):
             seq_lens: `[bs]` what attention gets: all tokens of each request, None if that was not observed.
             query_lens: `[bs]` likewise: the tokens that are computed.
             mode: None: by the lengths.
+            part: of a step that is told as several forwards, how many of them were told before this one.
         """
         numbers = [-1 if request is None else self._see(request) for request in requests]
         prefix, extend = own_int64(prefix_lens, "prefix_lens"), own_int64(extend_lens, "extend_lens")
@@ -197,6 +199,7 @@ class PagedRecorder(Recorder):
                 reads=(BlockTable(blocks=block_tables, block_size=self._block_size),),
                 truth=truth,
                 attention=attention,
+                part=part,
             )
         )
 

@@ -47,8 +47,8 @@ def in_reading_order(given: ForwardInput) -> list[tuple[ForwardInput, Int64Array
     level[rows == 0] = level.max()
     waves = np.unique(level).tolist()
     return [
-        _part(given, lens, np.flatnonzero(level == wave), padded=wave == waves[-1], ran=wave != waves[0])
-        for wave in waves
+        _part(given, lens, np.flatnonzero(level == wave), part=number, padded=wave == waves[-1])
+        for number, wave in enumerate(waves)
     ]
 
 
@@ -66,7 +66,7 @@ def _waits(read: RowRuns, written: Int64Array, lens: Int64Array) -> set[tuple[in
 
 
 def _part(
-    given: ForwardInput, lens: Int64Array, chosen: Int64Array, *, padded: bool, ran: bool
+    given: ForwardInput, lens: Int64Array, chosen: Int64Array, *, part: int, padded: bool
 ) -> tuple[ForwardInput, Int64Array]:
     tokens = np.arange(own_int64(given.input_ids).size, dtype=np.int64)
     padding = tokens[int(lens.sum()) :] if padded else tokens[:0]
@@ -75,7 +75,7 @@ def _part(
     if given.truth is not None:
         known = own_int64(given.truth.lens)
         truth = TruthTokens(flat=shares(own_int64(given.truth.flat), known, chosen), lens=known[chosen])
-    part = replace(
+    made = replace(
         given,
         req_pool_indices=None if given.req_pool_indices is None else own_int64(given.req_pool_indices)[chosen],
         request_ids=own_int64(given.request_ids)[chosen],
@@ -87,9 +87,10 @@ def _part(
         reads=tuple(_chosen(read, chosen) for read in given.reads),
         truth=truth,
         attention=None,
-        states=tuple(state and state.of(chosen, ran=ran) for state in given.states),
+        states=tuple(state and state.of(chosen, ran=part > 0) for state in given.states),
+        part=part,
     )
-    return part, chosen
+    return made, chosen
 
 
 def _chosen(read: Any, chosen: Int64Array) -> Any:

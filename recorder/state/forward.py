@@ -10,7 +10,7 @@ from ...kernels.arrays import ByteArray, Int64Array
 from ..capture.host_arrays import ragged_index
 from ..trace.header import KvStream, TraceHeader
 from ..trace.reader import EventView
-from ..trace.schema import FAILED, RECURRENT_OPS, WRITTEN_VALUES
+from ..trace.schema import FAILED, PART, RECURRENT_OPS, WRITTEN_VALUES
 
 MAX_PREFIX = 1 << 62
 _MAX_POSITION = 1 << 40
@@ -81,6 +81,7 @@ class Forward:
     values: Int64Array | None = None
     identity: Int64Array | None = None
     failed: bool = False
+    part: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +149,7 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         mode=str(view.scalar("mode")),
         kv_watched=bool(view.scalar("kv_watched")),
         failed=view.scalar("status") == FAILED,
+        part=_part(view),
         req_pool_indices=rows,
         truth_lens=truth_lens if header.truth_table is not None and len(truth_lens) == bs and bs else None,
         sampled_lens=sampled_lens,
@@ -164,6 +166,12 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         identity=_identity(view, bs),
         **per_request,
     )
+
+
+def _part(view: EventView) -> int:
+    """Return how many forwards before this one belong to its step; 0 for what says nothing that is a number."""
+    number = str(view.scalar("status")).removeprefix(PART)
+    return int(number) if number.isascii() and number.isdigit() and len(number) <= 9 else 0
 
 
 def _ints_of_length(view: EventView, name: str, length: int, *, or_none: bool = False) -> Int64Array:

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 10
+FORMAT_MINOR: Final = 11
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -155,6 +155,8 @@ PHASE_AFTER: Final = 1  # ... seen after it
 
 # `status` of a forward event: the model raised, or nobody saw it end, so that what it wrote is unknown. Since minor version 7.
 FAILED: Final = "failed"
+# ... and a number: of a step that was recorded as several forwards, this many came before it. Since minor version 11.
+PART: Final = "part "
 
 # `status` of a loss event that lists every slot which the lost events may have written. Without it, all state is
 # unknown after the loss.

@@ -74,8 +74,8 @@ class WriteToForeignSlot(LedgerCheck):
     """A forward writes a slot that is not the writing request's, or that two requests of the forward write.
 
     The owner of a page goes on writing into it after a fork has joined it. Two requests that write the same token for the same
-    position to one slot do no harm: they were given one page for what both begin with. Two requests writing one slot is judged in
-    every trace, the rest only if the trace promises to report every slot.
+    position to one slot in one step do no harm: they were given one page for what both begin with. Two requests writing one slot is
+    judged in every trace, the rest only if the trace promises to report every slot.
     """
 
     kind = "write_to_foreign_slot"
@@ -248,7 +248,10 @@ class PaddingSlotRead(HistoryCheck):
 
 
 def _as_another_writes(view: ForwardView, judged: Judged) -> BoolArray:
-    """Say which of the writes that are wrong `[n]` another request of the forward does, too: token, position and slot."""
+    """Say which of the writes that are wrong `[n]` another request of the same step does, too: token, position and slot.
+
+    A step may be told as several forwards. Then what an earlier one of them has written is what the slot's record says.
+    """
     slots, wrong = judged.group.request_slots, judged.writes
     if not len(wrong):
         return np.zeros(0, np.bool_)
@@ -260,6 +263,19 @@ def _as_another_writes(view: ForwardView, judged: Judged) -> BoolArray:
         if entry < len(slots):
             mine = others[(slots[others] == slots[entry]) & (owners[others] != owners[entry])]
             same = (tokens[mine] == tokens[entry]) & (positions[mine] == positions[entry])
-            found[n] = len(mine) > 0 and bool(same.all()) and tokens[entry] != UNKNOWN_TOKEN
+            found[n] = bool(same.all()) and tokens[entry] != UNKNOWN_TOKEN
+            found[n] &= len(mine) > 0 or _written_in_an_earlier_part(view, judged, entry)
     by = judged.group.writers(wrong)
     return found & ~np.isin(by, by[~found])  # who writes anything else there as well shares it with nobody
+
+
+def _written_in_an_earlier_part(view: ForwardView, judged: Judged, entry: int) -> bool:
+    """Whether a token's slot holds the same token for the same position since an earlier forward of the same step."""
+    pool, slot = judged.group.pool, int(judged.group.request_slots[entry])
+    _, by, _ = pool.last_writers(np.array([slot]))[0].tolist()
+    record = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slot]
+    same = (
+        record[RECORD_TOKEN] == view.forward.input_ids[entry],
+        record[RECORD_POSITION] == view.forward.positions[entry],
+    )
+    return view.forward.forward - view.forward.part <= by < view.forward.forward and all(same)

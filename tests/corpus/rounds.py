@@ -284,8 +284,8 @@ ROUND_NOTES = (
         (
             "Twelve in LMDeploy, an engine that the corpus did not have, adapted by its planter from the documentation alone; all chosen as in the rounds before, "
             "four of them LMDeploy's own. One was wrong with 0.93: parts of a prompt that were passed over, for positions that are off, where nobody says "
-            "how long the prompt is. Two healthy runs of many were called corrupt: who computes its last token once more is not any more, "
-            "two requests that write the same token to one slot are where their step is told as two forwards. Why four are found late was set behind the count."
+            "how long the prompt is. Two healthy runs of many were called corrupt, and are not any more: one in which a request computes its last token once more, "
+            "one in which two requests of a step write the same token to one slot. Why four are found late was set behind the count."
         ),
     ),
     (

@@ -139,8 +139,9 @@ class Scene:
         failed: bool = False,
         leaves: int | None = None,
         identity: Sequence[IdentityValue] = (),
+        behind: int = 0,
     ) -> int:
-        """Run the parts; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth, positions are off by `shift`."""
+        """Run the parts, `behind` so many other forwards of the same step; `padding` slots come behind, `inputs[request, position]` is fed instead of the truth, positions are off by `shift`."""
         ids, positions, slots = [], [], []
         for part in parts:
             end = part.prefix + len(part.slots)
@@ -173,6 +174,7 @@ class Scene:
                 attention=attention,
                 states=self._state_access(parts, pad),
                 identity=identity,
+                part=behind,
             )
         )
         for part in parts:

@@ -99,6 +99,27 @@ def test_two_requests_that_write_one_token_to_one_slot_do_no_harm(scene: Scene, 
     assert [(row["request_id"], row["slot"]) for row in rows] == ([] if same else [(8, 3)])
 
 
+@pytest.mark.parametrize(
+    ("part", "token", "found"),
+    [
+        (0, 12, [(1, 8, 4)]),  # a token that is computed again into a page that others read
+        (1, 12, []),
+        (1, 99, [(1, 8, 4)]),
+        (2, 12, []),  # more than have been told: as many as there are
+    ],
+)
+def test_a_step_that_is_told_as_several_forwards_may_write_one_token_twice(
+    scene: Scene, part: int, token: int, found: list[tuple[int, int, int]]
+) -> None:
+    alike = {(request, position): 11 + position for request in (7, 8) for position in range(2)}
+    scene.alloc(7, [3, 4, 5])
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)), inputs=alike)
+    scene.alloc(8, [3, 4], "shared")
+    scene.forward(Part(request=8, row=2, prefix=1, slots=(4,)), inputs=alike | {(8, 1): token}, behind=part)
+    rows = scene.judge("write_to_foreign_slot")
+    assert [(row["forward"], row["request_id"], row["slot"]) for row in rows] == found
+
+
 @pytest.mark.parametrize("prefix", [2, 3])
 def test_a_verify_forward_takes_at_least_one_token(make_scene, prefix: int) -> None:
     scene = make_scene()
