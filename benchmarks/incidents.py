@@ -24,11 +24,11 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.analysis.incidents.finding import Incidents, find_incidents
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.matrix import CLEAN, as_they_come, build_id, plan_trials
@@ -154,20 +154,8 @@ def try_one(key: tuple[str, str, int]) -> Row:
     fault, config, seed = key
     begin = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory(prefix="kvcanary-incidents-") as folder:
-            outcome = run_trial(
-                Trial(fault=FAULTS.get(fault), config=config, seed=seed), Path(folder) / "trace", overwrite=True
-            )
-            reports = [Path(folder) / f"{number}.report" for number in range(len(outcome.traces))]
-            for report in reports:
-                report.mkdir()
-            if len(reports) == 1:
-                replay(outcome.traces[0], settings=ReplaySettings(), report=reports[0])
-            else:
-                replay_joined(outcome.traces, settings=ReplaySettings(), reports=reports)
-            found: list[dict[str, Any]] = []
-            for trace, report in zip(outcome.traces, reports, strict=True):
-                found += find_incidents(report, [trace]).rows
+        injected, sides = incidents_of_trial(key)
+        found = [row for side in sides for row in side.rows]
     except Exception as error:  # noqa: BLE001  # one trial's failure must not end an hour's work
         return Row(fault=fault, config=config, seed=seed, error=f"{type(error).__name__}: {error}")
     found.sort(key=lambda row: int(row["time_ns"]))
@@ -176,7 +164,7 @@ def try_one(key: tuple[str, str, int]) -> Row:
         fault=fault,
         config=config,
         seed=seed,
-        injected=outcome.injected_forward >= 0,
+        injected=injected >= 0,
         incidents=len(found),
         kind=first["kind"] if first else "",
         alternatives=",".join(first["alternatives"]) if first else "",
@@ -186,6 +174,23 @@ def try_one(key: tuple[str, str, int]) -> Row:
         findings=sum(row["findings"] for row in found),
         seconds=time.perf_counter() - begin,
     )
+
+
+def incidents_of_trial(key: tuple[str, str, int]) -> tuple[int, list[Incidents]]:
+    """Run one trial and replay it; return the forward of the fault, -1 if it found no place, and the incidents of each side."""
+    fault, config, seed = key
+    with tempfile.TemporaryDirectory(prefix="kvcanary-incidents-") as folder:
+        trial = Trial(fault=FAULTS.get(fault), config=config, seed=seed)
+        outcome = run_trial(trial, Path(folder) / "trace", overwrite=True)
+        reports = [Path(folder) / f"{number}.report" for number in range(len(outcome.traces))]
+        for report in reports:
+            report.mkdir()
+        if len(reports) == 1:
+            replay(outcome.traces[0], settings=ReplaySettings(), report=reports[0])
+        else:
+            replay_joined(outcome.traces, settings=ReplaySettings(), reports=reports)
+        both = zip(outcome.traces, reports, strict=True)
+        return outcome.injected_forward, [find_incidents(report, [trace]) for trace, report in both]
 
 
 def told(rows: list[Row], *, command: str) -> tuple[str, bool]:

@@ -12,6 +12,7 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
+Float64Array = npt.NDArray[np.float64]
 
 
 def require(

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import FailReason, LaunchTag
+from .alike import KnownBugs, second_opinion
 from .cluster import Diagnosis, request_query, slot_query
 from .facts import Facts
 from .likely import CERTAIN
@@ -62,18 +63,24 @@ def confidence(score: float) -> str:
 
 
 def incident_rows(
-    places: Places, clusters: Int64Array, incidents: Int64Array, ranked: Sequence[Ranked], facts: Facts
+    places: Places,
+    clusters: Int64Array,
+    incidents: Int64Array,
+    ranked: Sequence[Ranked],
+    facts: Facts,
+    known: KnownBugs,
 ) -> list[dict[str, Any]]:
     """Return one row an incident, in their order.
 
-    `clusters` says each place's cluster, `incidents` each cluster's incident; `ranked` are the first ones, judged.
+    `clusters` says each place's cluster, `incidents` each cluster's incident; `ranked` are the first ones, judged by rules,
+    `known` the bugs that they are compared with.
     """
     of_place = incidents[clusters]
     parts = np.split(np.argsort(of_place, kind="stable"), np.cumsum(np.bincount(of_place))[:-1])
     rows = []
     for number, mine in enumerate(parts):
         judged = [one for cluster, one in enumerate(ranked) if incidents[cluster] == number]
-        what = _judged(number + 1, judged) if judged else _unjudged(number + 1, len(mine))
+        what = _judged(number + 1, judged, known) if judged else _unjudged(number + 1, len(mine))
         rows.append({"incident": number + 1, **_spread(places, mine, facts), **what})
     return rows
 
@@ -93,17 +100,19 @@ def _unjudged(number: int, places: int) -> dict[str, Any]:
         "detail": "",
         "evidence": _queries(number),
         "confidence": LOW,
+        "alike": [],
     }
 
 
-def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
+def _judged(number: int, judged: Sequence[Ranked], known: KnownBugs) -> dict[str, Any]:
     """What an incident is: by its earliest cluster, which the others follow from."""
-    best = judged[0]
+    by_rules = kind_of(judged[0])[0]
+    best, alike = second_opinion(judged[0], known)
     cluster, first, ranks = best.cluster, best.cluster.first, best.kinds[:MAX_ALTERNATIVES]
     kind, diagnosis = kind_of(best)
     branch = RULES[kind].branch if kind != UNKNOWN else best.likely.branch
     score = round(diagnosis.score if diagnosis is not None else ranks[0][1].score if ranks else 0.0, 3)
-    also = sum(kind_of(other)[0] == kind for other in judged[1:])
+    also = sum(kind_of(other)[0] == by_rules for other in judged[1:])
     queries = [*diagnosis.evidence] if diagnosis is not None else []
     queries += [slot_query(cluster.group(first), first.slot)] if first.slot > 0 else []
     queries += [request_query(first.request_id)] if first.request_id >= 0 else []
@@ -121,6 +130,7 @@ def _judged(number: int, judged: Sequence[Ranked]) -> dict[str, Any]:
         "detail": RULES[kind].mechanism if kind != UNKNOWN else "",
         "evidence": _queries(number, queries),
         "confidence": confidence(score) if kind != UNKNOWN else LOW,
+        "alike": [one._asdict() for one in alike],
     }
 
 

@@ -21,12 +21,13 @@ from ...recorder.trace.reader import TraceReader
 from ...replayer.report.report import check_report_folder
 from ...replayer.report.violations import PARQUET_ERRORS
 from ..errors import AnalysisError
+from .alike import KnownBugs, known_bugs
 from .building import incident_rows
 from .facts import MAX_PLACES, Facts
 from .gathering import gather
 from .linking import NamedSlots, link, merge
 from .places import FINDING, MAX_HELD_PLACES, Places, iter_rows, place_keys, read_places
-from .ranking import make_clusters, rank
+from .ranking import Ranked, make_clusters, rank
 from .schema import INCIDENT_SCHEMA, INCIDENTS_NAME, MEMBER_SCHEMA, MEMBERS_NAME, STAMP_KEY
 
 TRANSFER_DIFFERS, OUT_OF_POOL, ATTENTION_SLOTS = "transfer_differs", "slot_out_of_pool", "attention_slots"
@@ -35,11 +36,14 @@ _SOURCES = pa.array(["violation", "finding"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incidents:
-    """A report's incidents: `rows` as in `INCIDENT_SCHEMA`, and to which of them each place of the report belongs."""
+    """A report's incidents: `rows` as in `INCIDENT_SCHEMA`, to which of them each place of the report belongs, and what each
+    is judged by.
+    """
 
     rows: list[dict[str, Any]]
     places: Places
     of_place: Int64Array
+    leads: list[Ranked]
 
 
 def find_incidents(
@@ -66,16 +70,28 @@ def gathered(traces: Sequence[Path], places: Places) -> Facts | None:
         raise AnalysisError(str(error)) from None
 
 
-def incidents_of(report: Path, places: Places, facts: Facts | None, without: Collection[str] = ()) -> Incidents:
-    """Return the incidents of a report by what is known of its places; `without` are kinds whose rules are left out."""
+def incidents_of(
+    report: Path, places: Places, facts: Facts | None, without: Collection[str] = (), known: KnownBugs | None = None
+) -> Incidents:
+    """Return the incidents of a report by what is known of its places.
+
+    `without` are kinds whose rules are left out, `known` the bugs that incidents are compared with, None for all.
+    """
     if facts is None:
-        return Incidents(rows=[], places=places, of_place=np.zeros(0, np.int64))
+        return Incidents(rows=[], places=places, of_place=np.zeros(0, np.int64), leads=[])
     groups = facts.header.groups if facts.header is not None else ()
     clusters = link(places, groups, list(_named(places, facts, groups)))
     ranked = [rank(cluster, without) for cluster in make_clusters(report, places, clusters, facts)]
     incidents = merge(ranked, places, clusters)
-    rows = incident_rows(places, clusters, incidents, ranked, facts)
-    return Incidents(rows=rows, places=places, of_place=incidents[clusters])
+    known = known_bugs() if known is None else known
+    rows = incident_rows(places, clusters, incidents, ranked, facts, known)
+    return Incidents(rows=rows, places=places, of_place=incidents[clusters], leads=_leads(ranked, incidents))
+
+
+def _leads(ranked: list[Ranked], incidents: Int64Array) -> list[Ranked]:
+    """Return the cluster by which each incident is judged, of those that have one."""
+    first = np.unique(incidents[: len(ranked)], return_index=True)[1]
+    return [ranked[n] for n in first.tolist()]
 
 
 def trace_files(trace: Path, trace_id: str) -> list[Path]:

@@ -356,6 +356,12 @@ def left_open(
     best = max((diagnosis.score for _, diagnosis in found), default=0.0)
     if best >= CERTAIN or not cluster.has_trace:
         return []
+    scores = [ONLY_LIKELY if best < KNOWN else REMAINS, REMAINS, REMAINS]
+    return [(kind, known_of(cluster, seen, score)) for kind, score in zip(likely.kinds, scores, strict=False)]
+
+
+def known_of(cluster: Cluster, seen: Evidence, score: float) -> Diagnosis:
+    """Return a diagnosis that says what differs, and what is known of the slot, and no more."""
     said = cluster.first.differs
     if seen.held.value and seen.sign.slot > 0:
         # What was not promised, or went with older facts, may have been and is not recorded.
@@ -364,8 +370,4 @@ def left_open(
         held = "no recorded event gave it to the request" if unseen else f"it {seen.held.value}"
         filled = f", and {seen.filled.value}" if seen.filled.value else ""
         said += f"; of slot {seen.sign.slot} is known that {held}{filled}"
-    scores = [ONLY_LIKELY if best < KNOWN else REMAINS, REMAINS, REMAINS]
-    return [
-        (kind, cluster.diagnosis(score, said, seen.sign, seen.sign.event))
-        for kind, score in zip(likely.kinds, scores, strict=False)
-    ]
+    return cluster.diagnosis(score, said, seen.sign, seen.sign.event)

@@ -16,6 +16,8 @@ _TEXTS: Final = pa.list_(pa.utf8())
 _NUMBERS: Final = pa.list_(pa.int64())
 _RUN: Final = pa.struct([("pool_group", pa.int64()), ("start", pa.int64()), ("count", pa.int64())])
 
+_ALIKE: Final = pa.struct([*((name, pa.utf8()) for name in ("name", "tracker", "kind")), ("likeness", pa.float64())])
+
 INCIDENT_SCHEMA: Final = pa.schema(
     [
         # numbered from 1, in order of their first events
@@ -49,6 +51,8 @@ INCIDENT_SCHEMA: Final = pa.schema(
         ("evidence", _TEXTS),
         # where it went wrong, of which `kind` is a leaf: table, allocation, write, read, transfer, content, identity, input
         ("branch", pa.utf8()),
+        # the known bugs that look most like it: name, thread ("owner/repository#number", "" of the fault lab), kind, how much alike
+        ("alike", pa.list_(_ALIKE)),
     ]
 )
 

@@ -92,10 +92,11 @@ class Outcome:
         return self.kind in self.bug.kinds
 
 
-def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules
-    of `kinds`.
+def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, Any, Any]:
+    """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules and
+    bugs of `kinds`. None is compared with itself.
     """
+    from kvcanary.analysis.incidents.alike import known_bugs
     from kvcanary.analysis.incidents.finding import gathered, incidents_of
     from kvcanary.analysis.incidents.places import read_places
     from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -104,15 +105,18 @@ def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, list[dict[
         summary = replay(trace, settings=ReplaySettings(), report=Path(folder))
         places = read_places(Path(folder))
         facts = gathered([trace], places)
-        rows, others = (incidents_of(Path(folder), places, facts, without).rows for without in ((), kinds))
+        others = known_bugs().without(names={trace.stem})
+        found, unknown = (
+            incidents_of(Path(folder), places, facts, without, others.without(kinds=without)) for without in ((), kinds)
+        )
     marks = [mark["labels"]["forward"] for mark in summary.marks if set(mark["labels"]) == {"forward"}]
-    return (marks[0] if marks else -1), summary, rows, others
+    return (marks[0] if marks else -1), summary, found, unknown
 
 
 def outcome(bug: Bug, data: Path = DATA) -> Outcome:
     """Replay a bug's saved trace."""
-    reads, _, rows, others = look(data / f"{bug.trace}.arrow", bug.kinds)
-    reads = max(reads, bug.reads)
+    reads, _, found, unknown = look(data / f"{bug.trace}.arrow", bug.kinds)
+    reads, rows, others = max(reads, bug.reads), found.rows, unknown.rows
     first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
     return Outcome(
         bug=bug,

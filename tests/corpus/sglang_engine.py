@@ -103,6 +103,37 @@ def abort_while_others_wait() -> None:
     Scheduler.process_batch_result = then_abort
 
 
+def flush_behind_a_fetch() -> None:
+    """Abort the first prompt that is alone and for which pages are being fetched, and flush when these are to be released."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    progress, following, fetched, done = (
+        UnifiedRadixCache.check_prefetch_progress,
+        Scheduler.get_next_batch_to_run,
+        [],
+        [],
+    )
+
+    def then_wait(self, request) -> bool:
+        if not fetched and self.ongoing_prefetch.get(request) and len(self.ongoing_prefetch) == 1:
+            if self.ongoing_prefetch[request].operation.host_indices is None:
+                return False
+            fetched.append(request.rid)
+        return request.rid not in fetched and progress(self, request)
+
+    def then_flush(self, *args, **kwargs):
+        batch = following(self, *args, **kwargs)
+        if fetched and not done:
+            done.append(self.abort_request(AbortReq(rid=fetched[0])))
+        elif done == [None] and self.tree_cache.cache_controller.host_mem_release_queue.qsize():
+            done.append(self.flush_cache())
+        return batch
+
+    UnifiedRadixCache.check_prefetch_progress, Scheduler.get_next_batch_to_run = then_wait, then_flush
+
+
 ABORTED_TALK = (  # how many tokens are said and answered, and in which session
     ((30, 10, "first"), (26, 8, "second"), (20, 9)),
     ((10, 30, "second"), (9, 12, "first"), (25, 12)),
@@ -184,6 +215,25 @@ def ask_with_embeddings(engine, batch: list[list[int]], sampling: list[dict], nu
     asked = GenerateReqInput(
         input_ids=batch, sampling_params=sampling, positional_embed_overrides=None if number else put
     )
+    return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
+
+
+def ask_with_pictures(engine, batch: list[list[int]], sampling: list[dict], number: int) -> list[dict]:
+    """Return the answers to prompts of which each has a picture in it, as four embeddings, the first number of which names it.
+
+    Those that are asked again have other pictures by the same names, but for the third one's.
+    """
+    import torch
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    put = []
+    for i, _ in enumerate(batch):
+        which, name = ((0, 1), (1, 2), (2, 3), (3, 1), (4, 4), (1, 2), (5, 3))[i + 3 * number]
+        picture = torch.randn(4, 64, generator=torch.Generator().manual_seed(which))
+        picture[0, 0] = name / 4
+        put.append(PositionalEmbeds(embeds=picture, positions=[6, 7, 8, 9]))
+    asked = GenerateReqInput(input_ids=batch, sampling_params=sampling, positional_embed_overrides=put)
     return engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(asked, None).__anext__())
 
 
@@ -385,6 +435,8 @@ def generate(setup: str, folder: Path) -> None:
         abort_while_others_wait()
     if "lossy" in setup:
         lose_files_now_and_then()
+    if "flushed" in setup:
+        flush_behind_a_fetch()
     if setup == "llama-session":
         close_while_it_decodes()
     if setup == "llama-session-abort":
@@ -409,7 +461,9 @@ def generate(setup: str, folder: Path) -> None:
     rounds = ABORTED_TALK if setup == "llama-session-abort" else ()
     outputs = talk(engine, tokens, rounds) if setup.startswith("llama-session") else []
     for number, batch in enumerate(
-        (prompts[:2], prompts[2:4], [], prompts[4:], [])
+        (prompts[:2], prompts[2:4], prompts[:1], prompts[4:6], prompts[6:], again[:1], again[1:])
+        if "flushed" in setup
+        else (prompts[:2], prompts[2:4], [], prompts[4:], [])
         if setup.startswith("llama-host")
         else ()
         if setup.startswith("llama-session")
@@ -505,6 +559,9 @@ def generate(setup: str, folder: Path) -> None:
             continue
         if setup == "llama-page2-overrides":
             outputs += [o["output_ids"] for o in ask_with_embeddings(engine, batch, sampling, number)]
+            continue
+        if setup == "llama-page4-pictures":
+            outputs += [o["output_ids"] for o in ask_with_pictures(engine, batch, sampling, number)]
             continue
         if setup == "llama-keys":
             outputs += [o["output_ids"] for o in ask_with_keys(engine, batch, sampling, number)]

@@ -333,6 +333,54 @@ def _llama_page4_trimmed(ask: Asked) -> None:
     ask.again = [ask.prompts[0][:4] + rest, ask.tokens(26), ask.tokens(21), rest + ask.tokens(7)]
 
 
+def _llama_page8_forks(ask: Asked) -> None:
+    """Prompts that leave others in the middle of a page, and then those others again."""
+    ask.prompts = [ask.tokens(count) for count in (29, 38, 17)]
+    ask.again = [
+        ask.prompts[0][:21] + ask.tokens(9),
+        ask.tokens(25),
+        ask.prompts[1][:27] + ask.tokens(4),
+        ask.prompts[0] + ask.tokens(5),
+        ask.prompts[1],
+    ]
+
+
+def _llama_page4_pictures(ask: Asked) -> None:
+    """Prompts that come with pictures, and some of them again with others."""
+    ask.prompts = [ask.tokens(count) for count in (24, 31, 18)]
+    ask.again = [ask.prompts[0], ask.tokens(22), ask.prompts[1], ask.prompts[2] + ask.tokens(9)]
+
+
+def _llama_page4_bursts(ask: Asked) -> None:
+    """Prompts of a part of a chunk, two and then four of which are computed at a time."""
+    ask.prompts = [ask.tokens(count) for count in (11, 9)]
+    ask.again = [
+        ask.tokens(12),
+        ask.prompts[0] + ask.tokens(5),
+        ask.tokens(7),
+        ask.tokens(5),
+        ask.prompts[1] + ask.tokens(6),
+    ]
+
+
+def _recurrent_tails_mixed(ask: Asked) -> None:
+    """Prompts that are computed beside decodes, and others that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (21, 12, 27, 16)]
+    ask.again = [ask.prompts[2] + ask.tokens(2), ask.tokens(24), ask.prompts[3] + ask.tokens(1), ask.tokens(11)]
+
+
+def _hybrid_page4_far(ask: Asked) -> None:
+    """Prompts of less than a window and of several, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (34, 9, 51)]
+    ask.again = [ask.prompts[0] + ask.tokens(8), ask.tokens(23), ask.prompts[2][:40] + ask.tokens(6)]
+
+
+def _llama_host_halves_flushed_storage(ask: Asked) -> None:
+    """Prompts of more than a chunk each, some of which are gone on with when others have taken their slots."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(44, 60)) for _ in range(8)]
+    ask.again = [ask.prompts[4] + ask.tokens(5), ask.prompts[5] + ask.tokens(9), ask.prompts[6]]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -420,6 +468,14 @@ SETUPS = {
     "recurrent-few-slots": Setup("lfm2", 1, 424, False, 3, False, then=_recurrent_few_slots),
     "llama-host-page4-lists": Setup("llama", 4, 164, False, 3, False, then=_long_ones),
     "llama-page4-trimmed": Setup("llama", 4, 452, False, 2, False, then=_llama_page4_trimmed),
+    "llama-page8-forks": Setup("llama", 8, 488, False, 2, False, then=_llama_page8_forks),
+    "llama-page4-pictures": Setup("llama", 4, 356, False, 2, False, then=_llama_page4_pictures),
+    "llama-page4-bursts": Setup("llama", 4, 288, False, 4, False, then=_llama_page4_bursts),
+    "hybrid-page4-far": Setup("mellum_hybrid", 4, 436, False, 3, False, then=_hybrid_page4_far),
+    "llama-host-halves-flushed-storage": Setup(
+        "llama", 4, 180, False, 2, False, then=_llama_host_halves_flushed_storage
+    ),
+    "recurrent-tails-mixed": Setup("lfm2", 1, 404, False, 3, False, then=_recurrent_tails_mixed),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -437,4 +493,10 @@ TELLING = (
     "llama-turns-whole",
     "llama-host-page4-lists",
     "llama-page4-trimmed",
+    "llama-page8-forks",
+    "llama-page4-pictures",
+    "llama-page4-bursts",
+    "hybrid-page4-far",
+    "llama-host-halves-flushed-storage",
+    "recurrent-tails-mixed",
 )

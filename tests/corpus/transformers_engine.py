@@ -220,6 +220,28 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(180, 35) + random_prompt(182, 4), 16, 10),
             ask("d", random_prompt(183, 21), 14, 13),
         ]
+    if setup == "qwen-new-weights":  # that begin alike before and behind new weights
+        return [
+            ask("a", system + random_prompt(190, 7), 14),
+            ask("b", random_prompt(191, 15), 12),
+            ask("c", system + random_prompt(192, 9), 18, 14),
+            ask("d", random_prompt(191, 15) + random_prompt(193, 6), 14, 14),
+            ask("e", system + random_prompt(192, 5), 12, 23),
+        ]
+    if setup == "few-qwen-outgrown":  # that grow until there is no room for all of their next tokens
+        return [
+            ask("a", random_prompt(200, 20), 38),
+            ask("b", random_prompt(201, 17), 34),
+            ask("c", random_prompt(202, 25), 28, 2),
+            ask("d", random_prompt(203, 12), 14, 21),
+        ]
+    if setup == "llama-places":  # of several lengths, two of which begin alike
+        return [
+            ask("a", random_prompt(210, 29), 24),
+            ask("b", system + random_prompt(211, 8), 20, 1),
+            ask("c", random_prompt(212, 47), 14, 6),
+            ask("d", system + random_prompt(213, 12), 16, 14),
+        ]
     return []
 
 
@@ -240,6 +262,35 @@ def cancel(name: str, at_step: int) -> None:
         return ready
 
     ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
+
+
+def empty_prefix_cache(processor) -> None:
+    """Have nothing found any more that was computed before."""
+    processor.cache.evict_cached_blocks()
+
+
+def new_weights(at_step: int) -> None:
+    """Have the model's weights replaced before a step is prepared, when nothing runs."""
+    import torch
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+    prepare, step, models = ContinuousBatchProcessor.prepare_next_batch, ContinuousBatchProcessor._generation_step, []
+
+    def prepare_next_batch(processor) -> bool:
+        if len(models) == at_step and not processor.scheduler.active_requests:
+            drawn = torch.Generator().manual_seed(2)
+            with torch.no_grad():
+                for weights in models[-1].parameters():
+                    weights += 0.02 * torch.randn(weights.shape, generator=drawn)
+            empty_prefix_cache(processor)
+        return prepare(processor)
+
+    def generation_step(processor, model) -> None:
+        models.append(model)
+        step(processor, model)
+
+    ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
+    ContinuousBatchProcessor._generation_step = generation_step
 
 
 def generate(setup: str, folder: Path) -> None:
@@ -339,8 +390,13 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "few-cancels":
         batching |= {"num_blocks": 12, "max_batch_tokens": 23}
         cancel("b", 11)
+    if setup == "qwen-new-weights":
+        batching = {"num_blocks": 72, "max_batch_tokens": 44}
+        new_weights(14)
+    if setup == "llama-places":
+        batching = {"num_blocks": 68, "max_batch_tokens": 46}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
-    if setup in ("hybrid-clamped", "offload-qwen-suspends"):
+    if setup in ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places"):
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, **batching)

@@ -38,6 +38,10 @@ TELLING = (
     "qwen-embeds-modes",
     "llama-lora-cold",
     "qwen-loads-stops",
+    "llama-yarn",
+    "delta-handed",
+    "qwen-narrow",
+    "llama-loads-overlaps",
 )
 
 
@@ -1054,4 +1058,73 @@ def _qwen_loads_stops(ask: Asked) -> Batches:
         longer,
         [longer[0] + ask.tokens(8), longer[1][:66] + ask.tokens(17), ask.tokens(29)],
         [longer[1] + ask.tokens(6), longer[2] + ask.tokens(12)],
+    ]
+
+
+@setup(
+    "llama-yarn",
+    "llama",
+    {
+        "hf_overrides": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "max_num_batched_tokens": 94,
+        "num_gpu_blocks_override": 42,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_yarn(ask: Asked) -> Batches:
+    """Prompts of up to two thirds of the longest context."""
+    return [
+        [ask.shared + ask.tokens(47), ask.tokens(34), ask.tokens(122)],
+        [ask.tokens(158), ask.shared + ask.tokens(18), ask.shared + ask.tokens(71)],
+    ]
+
+
+@setup(
+    "qwen-narrow",
+    "qwen",
+    {"kv_cache_dtype": "fp8_e4m3", "max_num_batched_tokens": 64, "num_gpu_blocks_override": 38, "max_num_seqs": 3},
+)
+def _qwen_narrow(ask: Asked) -> Batches:
+    """Prompts of one block and of several, kept in eight bits."""
+    return [
+        [ask.shared + ask.tokens(12), ask.tokens(29), ask.tokens(51)],
+        [ask.shared[:66] + ask.tokens(22), ask.tokens(37)],
+    ]
+
+
+@setup(
+    "delta-handed",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 96, "num_gpu_blocks_override": 36, "max_num_seqs": 2},
+)
+def _delta_handed(ask: Asked) -> Batches:
+    """Prompts of whole blocks and a token or a few, whose beginnings are there."""
+    longer = [ask.shared[:64], ask.tokens(96)]
+    return [longer, [longer[0] + ask.tokens(3), ask.tokens(39), longer[1] + ask.tokens(1)]]
+
+
+@setup(
+    "llama-loads-overlaps",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 160,
+        "num_gpu_blocks_override": 30,
+        "max_num_seqs": 1,
+    },
+)
+def _llama_loads_overlaps(ask: Asked) -> Batches:
+    """Prompts one after another, that are longer behind a beginning of one block or two, and come again."""
+    longer = [ask.shared + ask.tokens(66), ask.tokens(74)]
+    return [
+        longer,
+        [ask.shared[:44], longer[0] + ask.tokens(53), longer[1][:70] + ask.tokens(40)],
+        [longer[1][:37], longer[1] + ask.tokens(34)],
     ]

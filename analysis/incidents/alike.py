@@ -1,0 +1,138 @@
+"""Which known bugs look most like an incident, and whether they were of the kind that rules have found.
+
+Rules know mechanisms. This knows cases: the public bugs of the corpus and the faults of the lab, each by its traits. Where both
+say the same, it is so far more often than where one of them says it alone; that is what a confidence of 0.7 and more takes.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...kernels.arrays import Float64Array
+from .evidence import evidence_of
+from .likely import CERTAIN, ONLY_LIKELY, POSSIBLE, known_of
+from .ranking import Ranked
+from .traits import Traits, traits_of
+
+# Made by `python tests/corpus/run.py --known`.
+KNOWN_BUGS: Final = Path(__file__).with_name("known_bugs.parquet")
+KNOWN_SCHEMA: Final = pa.schema(
+    [("name", pa.utf8()), ("tracker", pa.utf8()), ("kinds", pa.list_(pa.utf8())), ("traits", pa.list_(pa.utf8()))]
+)
+_CLOSEST: Final = 5
+_LISTED: Final = 3
+# The chosen numbers, by how well the rounds before a round of held-out bugs told its kinds (20 to 39).
+_ANOTHER_KIND: Final = 0.7  # what a bug counts for the kinds that cannot be told from its own
+_SHARPNESS: Final = 8  # the power of a likeness that is its weight
+_SURELY: Final = 0.8  # of those that look alike, who are of another kind than a rule says
+_ALIKE: Final = 0.6
+
+
+class Alike(NamedTuple):
+    """A known bug: its name, its thread (`owner/repository#number`, "" of a fault of the lab), its kind, and how alike it looks."""
+
+    name: str
+    tracker: str
+    kind: str
+    likeness: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownBugs:
+    """Known bugs: `rows` as in `KNOWN_SCHEMA`."""
+
+    rows: tuple[dict[str, Any], ...]
+
+    def without(self, *, names: Collection[str] = (), kinds: Collection[str] = ()) -> "KnownBugs":
+        """Return those that do not have one of these names, and none of these kinds."""
+        kept = (row for row in self.rows if row["name"] not in names and not {*row["kinds"]} & {*kinds})
+        return KnownBugs(rows=tuple(kept))
+
+    def closest(self, traits: Traits) -> list[tuple[int, float]]:
+        """Return the numbers of the bugs that look most like this, with how much, 0 to 1."""
+        if not self.rows:
+            return []
+        columns, weights, matrix, norms = self._learnt
+        mine = np.zeros(len(weights))
+        mine[[columns[trait] for trait in traits if trait in columns]] = 1
+        mine *= weights
+        norm = max(float(np.sqrt(mine @ mine)), 1e-9)
+        likeness = (matrix @ mine) / (norms * norm)
+        best = np.argsort(-likeness, kind="stable")[:_CLOSEST]
+        return [(int(n), float(likeness[n])) for n in best]
+
+    def shares(self, closest: list[tuple[int, float]]) -> dict[str, float]:
+        """Return what share of the closest bugs, by likeness, is of each kind, the most frequent first."""
+        total = sum(likeness**_SHARPNESS for _, likeness in closest) or 1.0
+        found: dict[str, float] = {}
+        for number, likeness in closest:
+            for place, kind in enumerate(self.rows[number]["kinds"]):
+                part = likeness**_SHARPNESS / total * (_ANOTHER_KIND if place else 1)
+                found[kind] = found.get(kind, 0.0) + part
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def _learnt(self) -> tuple[dict[str, int], Float64Array, Float64Array, Float64Array]:
+        """Return traits by their columns, the weight of each, each bug's weighed traits `[bugs, traits]`, and their lengths.
+
+        A trait weighs what it tells of a kind: how far the kinds of the bugs that have it are from those of all.
+        """
+        names = sorted({trait for row in self.rows for trait in row["traits"]})
+        kinds = sorted({kind for row in self.rows for kind in row["kinds"]})
+        columns = {name: n for n, name in enumerate(names)}
+        has, of = np.zeros((len(self.rows), len(names))), np.zeros((len(self.rows), len(kinds)))
+        for n, row in enumerate(self.rows):
+            has[n, [columns[trait] for trait in row["traits"]]] = 1
+            for place, kind in enumerate(row["kinds"]):
+                of[n, kinds.index(kind)] = _ANOTHER_KIND if place else 1
+        usual = (of.sum(0) + 0.1) / (of.sum() + 0.1 * len(kinds))
+        counts = has.T @ of
+        given = (counts + 2 * usual) / (counts.sum(1, keepdims=True) + 2)
+        weights = np.maximum((given * np.log(given / usual)).sum(1), 0.01)
+        weighed = has * weights
+        return columns, weights, weighed, np.maximum(np.sqrt((weighed**2).sum(1)), 1e-9)
+
+
+@cache
+def known_bugs() -> KnownBugs:
+    """Return the known bugs that come with this package."""
+    return KnownBugs(rows=tuple(pq.read_table(KNOWN_BUGS, schema=KNOWN_SCHEMA).to_pylist()))
+
+
+def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike]]:
+    """Return a cluster's kinds as they are ranked by rules and by known bugs, and the bugs that look most like it.
+
+    A rule that is sure keeps its score if the known bugs say the same; else it is not sure. Who of the two comes first then, the
+    known bugs say by how many of them agree. Where no rule is sure, they come first.
+    """
+    cluster = ranked.cluster
+    if not cluster.has_trace or not known.rows:
+        return ranked, []
+    seen = evidence_of(cluster)
+    closest = known.closest(traits_of(cluster, seen, ranked.likely))
+    shares = known.shares(closest)
+    alike = [
+        Alike(row["name"], row["tracker"], row["kinds"][0], round(likeness, 3))
+        for row, likeness in ((known.rows[n], likeness) for n, likeness in closest[:_LISTED])
+    ]
+    kind, share = next(iter(shares.items()))
+    best, of = ranked.kinds[0] if ranked.kinds else ("", None)
+    sure = of is not None and of.score >= CERTAIN
+    if sure and shares.get(best, 0.0) >= share:
+        return ranked, alike
+    kinds = dict(ranked.kinds)
+    by_rule = kinds.get(kind, known_of(cluster, seen, 0.0))
+    if sure and (share < _SURELY or closest[0][1] < _ALIKE):
+        first, kinds[best] = best, replace(kinds[best], score=POSSIBLE)
+        kinds[kind] = replace(by_rule, score=ONLY_LIKELY)
+    else:
+        kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in kinds.items()}
+        first, kinds[kind] = kind, replace(by_rule, score=POSSIBLE)
+    order = sorted(kinds.items(), key=lambda item: (item[0] != first, -item[1].score))
+    return replace(ranked, kinds=tuple(order)), alike
