@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from ..recorder.trace.files import shrunk_path
 from ..recorder.trace.header import TraceHeader
-from ..replayer.cli.incident_blocks import count_of
+from ..replayer.cli.incident_blocks import alike, count_of
 from .incidents.places import open_parquet
 
 _COUNTS: Final = ("forward", "request", "token")
@@ -103,6 +103,7 @@ def issue_text(
         ),
         f"- first seen in forward {incident['first_forward']:,} ({incident['mode'] or 'between two forwards'})"
         + (f", by {masked.text(incident['first_request'])}" if incident["first_request"] else ""),
+        *([f"- public bugs that look like it: {', '.join(bugs)}"] if (bugs := alike(incident)) else []),
         *_sign(incident, masked),
         f"- spread: {count_of(incident['num_requests'], 'request')}, {count_of(incident['num_slots'], 'slot')}, up to forward {incident['last_forward']:,}",
         f"- rows: {count_of(incident['violations'], 'violation')}, {count_of(incident['findings'], 'finding')}",

@@ -118,6 +118,7 @@ def record(
     *,
     fault: Fault | None = None,
     num_return_sequences: int = 1,
+    all_layers: bool = False,
     **batching: Any,
 ) -> dict[str, list[int]]:
     """Run the requests through the engine, record it to `path`, and return each request's new tokens.
@@ -128,6 +129,7 @@ def record(
         requests: what is asked, and when.
         fault: what goes wrong; None for a healthy run.
         num_return_sequences: answers to each request; those past the first are forks.
+        all_layers: as `attach` has it; traces that are to be small have the first layer alone.
         batching: for `ContinuousBatchingConfig`.
     """
     torch.set_num_threads(1)  # sums in one order, the same each time
@@ -135,7 +137,7 @@ def record(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.manual_seed(1)
     # Small batches, so that a torn copy of so short a trace still keeps something.
-    with attach(path, compression="zstd", overwrite=True, flush_bytes=16 << 10, all_layers=False) as attachment:
+    with attach(path, compression="zstd", overwrite=True, flush_bytes=16 << 10, all_layers=all_layers) as attachment:
         engine = Engine(attachment=attachment)
         manager_context = model.continuous_batching_context_manager(
             generation_config=GenerationConfig(

@@ -46,6 +46,21 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("kvcanary")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--conformance-cases") > NORMAL_CASES:
+        return
+    numbers: dict[str, int] = {}
+    left: list[pytest.Item] = []
+    for item in items:
+        if item.get_closest_marker("half") is not None:
+            name = item.nodeid.partition("[")[0]
+            numbers[name] = numbers.get(name, -1) + 1
+            left += [item] if numbers[name] % 2 else []
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
 def pytest_collection_finish() -> None:
     # What a dozen libraries and 4,000 tests hold lives to the end: no collection goes through it again and again.
     gc.freeze()

@@ -111,6 +111,14 @@ def _explain(console: Console, row: dict[str, Any]) -> None:
 
     parts = [("mechanism", row["detail"] or "no rule knows this kind")]
     parts += [(f"or {kind}", RULES[kind].mechanism) for kind in row["alternatives"] if kind != row["kind"]]
+    parts += [
+        (
+            f"a public bug that looks like it, {one['likeness']:.2f}",
+            f"https://github.com/{one['tracker'].replace('#', '/issues/')}  {one['kind']}",
+        )
+        for one in row.get("alike") or ()
+        if one["tracker"]
+    ]
     for title, text in parts:
         console.print()
         show(f"{title}: {printable(text)}")

@@ -36,6 +36,7 @@ from .observed import (
     over_its_window,
     page_of_elsewhere,
     put_back,
+    rest_of_a_lent_page,
     row_moved,
     row_replaced,
     skipped,
@@ -164,6 +165,8 @@ def _by_what_was_written(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("write", ("kv_write_lost", "bad_values_written"))
     if cached_by_nobody(cluster) is not None:
         return Likely("content", ("hit_before_written",))
+    if any(rest_of_a_lent_page(cluster, sign) is not None for sign in cluster.head):
+        return Likely("write", ("shared_page_written", "slot_mapping"))
     if seen.held is Held.JOINED_GONE and "free_slot_shared" in kinds:
         return Likely("allocation", _ALLOCATION[seen.held])
     if not content and kinds and not kinds & _OF_SLOTS and seen.sign.bits != KV_HASH:

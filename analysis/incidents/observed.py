@@ -403,6 +403,29 @@ def half_of_a_page(cluster: Cluster, sign: Sign) -> bool:
     return bool(sign.bits & POSITION) and sign.slot % page > 0 and min(of_page) == sign.slot
 
 
+def rest_of_a_lent_page(cluster: Cluster, sign: Sign) -> Fact | None:
+    """Return who was given a page of which another request, that no allocation gave it, wrote the rest: it had joined the beginning.
+
+    Nobody has given the page back, and what stands in front is still as it was.
+    """
+    group = cluster.group(sign)
+    page = cluster.groups[group].page_size if 0 <= group < len(cluster.groups) else 1
+    if not cluster.allocations_told or not sign.bits & TOKEN or sign.position % page == 0:
+        return None
+    history = [fact for fact in cluster.history(sign) if fact.event <= sign.writer_event]
+    given = next((n for n in range(len(history) - 1, -1, -1) if history[n].what == "alloc"), -1)
+    since = history[given:] if given >= 0 else []
+    owners = {fact.request_id for fact in since if fact.what == "alloc"}
+    wrote = [fact.request_id for fact in since if fact.what == "written"]
+    left = any(fact.what in ("free", "evict") for fact in since)
+    mine = any(fact.request_id == sign.writer_request_id and fact.what == "alloc" for fact in history)
+    first = sign.slot - sign.position % page
+    whole = any(one.bits & CONTENT and one.slot == first and one.group == sign.group for one in cluster.head)
+    if left or mine or whole or len(wrote) < 2 or wrote[-1] != sign.writer_request_id or wrote[0] not in owners:
+        return None
+    return since[0]
+
+
 def begins_behind_its_prompt(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request's first token is one behind its prompt, which it computes by itself, and it is not the one that was sampled."""
     begin, header = cluster.facts.begins.get(sign.request_id), cluster.facts.header

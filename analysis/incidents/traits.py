@@ -31,12 +31,15 @@ def traits_of(cluster: Cluster, seen: Evidence, likely: Likely) -> Traits:
     found |= {trait for one in head for trait in _of_sign(one)}
     found |= {f"sign: {_name(one)}" for one in cluster.signs} | {f"first: {_name(cluster.first)}"}
     found |= {f"slot: {fact.what} {_whose(fact.request_id, sign)}" for fact in cluster.history(sign)}
-    found |= _of_beginning(cluster, sign)
+    found |= _of_beginning(cluster, sign) | _of_change(cluster, sign)
     either = {
         "one sign": len(head) == 1,
         "several requests": len({one.request_id for one in head}) > 1,
         "sliding": any(cluster.is_sliding(one) for one in head),
         "window": cluster.window(sign) > 0,
+        "the pool's last slot": _last_slot(cluster, sign),
+        "padding went nowhere": any(event <= sign.event for event in cluster.facts.padding_nowhere),
+        "may be a fork": cluster.has_trace and cluster.forked(sign),
         "complete history": cluster.complete,
         "shares told": cluster.tells_shares,
         "writer: nobody": sign.writer_event < 0,
@@ -67,6 +70,21 @@ def _of_beginning(cluster: Cluster, sign: Sign) -> set[str]:
         apart = sign.stored_position - sign.position
         found.add(f"positions apart: {apart if abs(apart) <= 1 else 'back' if apart < 0 else 'ahead'}")
     return found
+
+
+def _of_change(cluster: Cluster, sign: Sign) -> set[str]:
+    """Return what is known of the last change of the slot's bytes without a write: whose bytes came, and how many slots changed."""
+    change = cluster.last(sign, "changed")
+    if change is None:
+        return set()
+    twin, _ = change.twin
+    whose = "nobody's" if twin < 0 else "this pool's" if twin == cluster.group(sign) else "another pool's"
+    return {f"changed: to {whose}", f"changed: {'one slot' if change.together <= 1 else 'several slots'}"}
+
+
+def _last_slot(cluster: Cluster, sign: Sign) -> bool:
+    group = cluster.group(sign)
+    return 0 <= group < len(cluster.groups) and sign.slot == cluster.groups[group].num_slots - 1
 
 
 def _name(sign: Sign) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...replayer.checks import FINDING_KINDS
+from ...replayer.cli.incident_blocks import alike
 from ..store.connection import quoted
 from .ask import Ask, Limits, page_sql
 
@@ -105,6 +106,7 @@ def _incident(ask: Ask, row: Mapping[str, Any]) -> Subject:
         "kind_title": row["title"],
         "seen_by": list(row["seen_by"]),
         "alternatives": [kind for kind in row["alternatives"] if kind != row["kind"]],
+        "alike": alike(row),
         "first_sign": {name: row[name] for name in ("first_request", "in_slot", "expected") if row[name]},
         "evidence": [ask.query(sql) for sql in row["evidence"]],
     }

@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 
 MOST_SHOWN: Final = 5
 _MOST_NAMES: Final = 6
+_CLOSE: Final = 0.7  # how much a known bug looks like an incident that it is named
 _STYLES: Final = {"high": "bold red", "medium": "bold yellow", "low": "bold"}
 
 
@@ -71,7 +72,14 @@ def _lines(row: Row, first_time_ns: int) -> list[tuple[str, str]]:
         ("spread", "   ".join(spread)),
         ("seen by", seen),
         ("or else", ", ".join(others)),
+        ("looks like", ", ".join(alike(row))),
     ]
+
+
+def alike(row: Row) -> list[str]:
+    """Return the public bugs that look like an incident, each with its kind if that is another one."""
+    close = [one for one in row.get("alike") or () if one["tracker"] and one["likeness"] >= _CLOSE]
+    return [one["tracker"] + ("" if one["kind"] == row["kind"] else f" ({one['kind']})") for one in close]
 
 
 def _runs(runs: Sequence[Mapping[str, int]]) -> str:

@@ -92,9 +92,9 @@ class Outcome:
         return self.kind in self.bug.kinds
 
 
-def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, Any, Any]:
+def look(trace: Path, kinds: tuple[str, ...] = (), known: Any = None) -> tuple[int, Any, Any, Any]:
     """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules and
-    bugs of `kinds`. None is compared with itself.
+    bugs of `kinds`. It is compared with `known` bugs, None for all but itself.
     """
     from kvcanary.analysis.incidents.alike import known_bugs
     from kvcanary.analysis.incidents.finding import gathered, incidents_of
@@ -105,7 +105,7 @@ def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, Any, Any]:
         summary = replay(trace, settings=ReplaySettings(), report=Path(folder))
         places = read_places(Path(folder))
         facts = gathered([trace], places)
-        others = known_bugs().without(names={trace.stem})
+        others = known_bugs().without(names={trace.stem}) if known is None else known
         found, unknown = (
             incidents_of(Path(folder), places, facts, without, others.without(kinds=without)) for without in ((), kinds)
         )
@@ -113,9 +113,9 @@ def look(trace: Path, kinds: tuple[str, ...] = ()) -> tuple[int, Any, Any, Any]:
     return (marks[0] if marks else -1), summary, found, unknown
 
 
-def outcome(bug: Bug, data: Path = DATA) -> Outcome:
-    """Replay a bug's saved trace."""
-    reads, _, found, unknown = look(data / f"{bug.trace}.arrow", bug.kinds)
+def outcome(bug: Bug, data: Path = DATA, known: Any = None) -> Outcome:
+    """Replay a bug's saved trace, and compare it with `known` bugs, None for all others."""
+    reads, _, found, unknown = look(data / f"{bug.trace}.arrow", bug.kinds, known)
     reads, rows, others = max(reads, bug.reads), found.rows, unknown.rows
     first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
     return Outcome(

@@ -399,7 +399,7 @@ def generate(setup: str, folder: Path) -> None:
     if setup in ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places"):
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1
-    answers = record(path, model, requests, num_return_sequences=sequences, **batching)
+    answers = record(path, model, requests, num_return_sequences=sequences, all_layers=True, **batching)
     (folder / "tokens.json").write_text(json.dumps(answers))
 
 

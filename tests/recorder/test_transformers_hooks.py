@@ -142,10 +142,10 @@ def test_the_engines_memory_is_let_go(tmp_path: Path) -> None:
     found: list[weakref.ref[Any]] = []
     step = TransformersRecording.before_step
 
-    def look(recording: TransformersRecording, processor: Any) -> None:
+    def look(recording: TransformersRecording, processor: Any, model: Any) -> None:
         if not found:
             found.extend([weakref.ref(processor.cache), weakref.ref(processor)])
-        step(recording, processor)
+        step(recording, processor, model)
 
     with attach(tmp_path / "trace.arrow"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformersRecording, "before_step", look)

@@ -8,6 +8,7 @@ from ..observed import (
     kept_nowhere,
     let_in_again,
     over_its_own,
+    rest_of_a_lent_page,
     went_elsewhere,
     written_past_its_row,
     wrote_to_padding,
@@ -104,6 +105,11 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
             said = f"{sign.reader} read {sign.place}, which another request wrote in event {again[-1].event}: that was let in on the "
             said += f"page in event {again[0].event} as on a hit, and again in event {again[-2].event}, and was never put back between"
             return cluster.diagnosis(0.85, said, sign, *(fact.event for fact in again), cause=again[-1].event)
+        lent = rest_of_a_lent_page(cluster, sign)
+        if lent is not None:
+            said = f"{sign.reader} read {sign.place} in {sign.when}, where {sign.writer} had written: the page was given to another request in "
+            said += f"event {lent.event}, nobody has given it back, and what stands in front of it is as it was"
+            return cluster.diagnosis(0.85, said, sign, lent.event, sign.writer_event, cause=sign.writer_event)
         joined = cluster.last(sign, "shared", "cached")
         if sign.kind != "write_to_foreign_slot" or joined is None or joined.request_id != sign.request_id:
             continue

@@ -71,6 +71,7 @@ function subjectDetail(item) {
     ),
     item.seen_by?.length > 0 && el("p", { class: "soft" }, `Seen by: ${item.seen_by.map(reasonWords).join("; ")}.`),
     item.alternatives?.length > 0 && el("p", { class: "soft" }, "It could also be: ", item.alternatives.map((kind, i) => [i ? ", " : "", el("code", {}, kind)]), "."),
+    item.alike?.length > 0 && el("p", { class: "soft" }, "Public bugs that look like it: ", item.alike.join(", "), "."),
     el(
       "p",
       { class: "actions" },

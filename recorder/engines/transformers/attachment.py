@@ -141,7 +141,7 @@ class TransformersAttachment(EngineAttachment):
                 if not recording.in_step and recording.window != self._window:  # it failed before a step could end it
                     self._end(recording)
 
-    def on_step(self, processor: Any, _model: Any) -> Finish | None:
+    def on_step(self, processor: Any, model: Any) -> Finish | None:
         """Record a step, a processor's first into a trace of its own."""
         with self._changing:
             if self.windows is not None:
@@ -160,7 +160,7 @@ class TransformersAttachment(EngineAttachment):
                 return None
             recording.in_step = True
         try:
-            recording.before_step(processor)
+            recording.before_step(processor, model)
         except BaseException:
             recording.in_step = False
             raise

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import as_rows, on_host, own_int64
+from ...capture.privacy import IdentityValue
 from ...process.injection import Injection
 from ...trace.header import NotWatched, TraceHeader
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
@@ -20,6 +21,7 @@ from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, logprobs_or_none, mode_by_lens, truth_tokens
 from .host_copies import HostCopies
 from .layout import TransformersGroup, attention_input, describe_engine, step_tensors, table_read, written_slots
+from .weights import Weights
 
 
 class TransformersRequest(KnownRequest):
@@ -29,6 +31,7 @@ class TransformersRequest(KnownRequest):
         super().__init__(name, request_id)
         self.blocks: Counter[int] = Counter()
         self.seed = request_id  # for the oracle; a fork goes by its parent's, whose first token it has
+        self.said: dict[str, Any] = {}  # of it, beside its names
 
 
 class TransformersRecording:
@@ -78,6 +81,7 @@ class TransformersRecording:
             TransformersRequest
         ] = []  # of a step that overlaps with the one before, until it is computed
         self._submitted: dict[tuple[int, int], Any] = {}
+        self._weights = Weights()
         self._streams: dict[tuple[int, str], tuple[int, int]] = {
             (stream.layer, stream.half): (group, number)
             for group, pool in enumerate(header.groups if submitted else ())
@@ -118,8 +122,11 @@ class TransformersRecording:
         names = [future.state.request_id for future in sampled]
         return force(scores, self._sampler.sample(names, seeds, [future.state.position_offset for future in sampled]))
 
-    def before_step(self, processor: Any) -> None:
+    def before_step(self, processor: Any, model: Any) -> None:
         """Record the forward that `_generation_step` is about to run; if steps overlap, as far as the host knows it."""
+        if self._weights.look(model):
+            for request in self._requests.live():
+                self._say(request)
         io = self._io = step_tensors(processor)
         self._forward += 1
         requests = [self._known(future.state) for future in io.requests_in_batch]
@@ -223,11 +230,16 @@ class TransformersRecording:
         request, new = self._requests.see(name or state.request_id)
         if new:
             labels = {"parent": parent.request_id} if parent is not None else None
-            said: dict[str, Any] = {"prompt_len": len(state.initial_tokens), "labels": labels}
+            request.said = {"prompt_len": len(state.initial_tokens), "labels": labels}
             if parent is not None and self.recorder.header.sampler is not None:
-                said["room"] = request.seed = parent.seed
-            self.recorder.request(request_id=request.request_id, name=request.name, **said)
+                request.said["room"] = request.seed = parent.seed
+            self._say(request)
         return request
+
+    def _say(self, request: TransformersRequest) -> None:
+        """Record a request, with the weights that it is computed with from now on."""
+        identity = [IdentityValue("weights", str(self._weights.changes))]
+        self.recorder.request(request_id=request.request_id, name=request.name, identity=identity, **request.said)
 
     def _request_id(self, name: str) -> int:
         request = self._requests.get(name)

@@ -208,7 +208,7 @@ def forwards_of(
     drafted = np.array([name in step.drafted for name in step.names], np.bool_)
     level = levels(step, reads, np.array([known.fresh for known in requests], np.bool_))
     wave = 2 * level + drafted
-    found = []
+    found: list[StepForward] = []
     for number in np.unique(wave):
         chosen = np.flatnonzero(wave == number)
         mine = [requests[r] for r in chosen.tolist()]
@@ -226,6 +226,7 @@ def forwards_of(
             out_cache_loc=tuple(slots[tokens] for slots in step.written),
             reads=tuple(chosen_reads(read, chosen) if chosen.size < len(requests) else read for read in reads),
             truth=known_requests.truth(mine),
+            part=len(found),
         )
         found.append((forward, tuple(known.name for known in mine), chosen))
     return found

@@ -70,7 +70,13 @@ def once_it_reads_what_came_back_wrong(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug("ggml-org/llama.cpp#27705", "llama-page4-bursts", "next_token_swap", origin="llama.cpp")
+@bug(
+    "ggml-org/llama.cpp#27705",
+    "llama-page4-bursts",
+    "next_token_swap",
+    origin="llama.cpp",
+    late="not found: what a row of the sampler is computed from is not recorded",
+)
 def order_of_an_earlier_steps_outputs_is_applied_once_more(fired: Fired) -> None:
     """A batch of prompts is computed in an order of its own, by length, and that order is noted so that its outputs can
     be put back. The other path, which computes a batch as it is, does not drop the note: the outputs of the next step
@@ -279,7 +285,13 @@ def checkpoint_of_a_mixed_batch_is_claimed_and_not_written(fired: Fired) -> None
         return result
 
 
-@bug("rajveer43/VeloxQuant-MLX#463", "hybrid-page4-far", "window_read_wrong", origin="VeloxQuant-MLX")
+@bug(
+    "rajveer43/VeloxQuant-MLX#463",
+    "hybrid-page4-far",
+    "window_read_wrong",
+    origin="VeloxQuant-MLX",
+    late="not found: which positions attention reads of a window is not recorded there",
+)
 def window_is_left_out_where_a_single_token_is_computed(fired: Fired) -> None:
     """Where a single token is computed no mask is made, since it may look at all that stands before it. A layer with a
     window has its window in the mask, and loses it: prompts are computed within the window, and each token of an answer

@@ -105,7 +105,14 @@ def one_way_of_taking_new_weights_leaves_the_prefix_cache(fired: Fired) -> None:
         before(processor, model)
 
 
-@bug("tenstorrent/tt-mlir#7998", "qwen-waves", "kv_write_damaged", "not_of_the_model", origin="TT-MLIR")
+@bug(
+    "tenstorrent/tt-mlir#7998",
+    "qwen-waves",
+    "kv_write_damaged",
+    "not_of_the_model",
+    origin="TT-MLIR",
+    late="not found: beyond the first bytes of a row nobody knows what was handed in",
+)
 def heads_of_a_prompt_are_written_without_the_gaps_between_them(fired: Fired) -> None:
     """A cache has each head's tokens side by side, as many as there is room for, and what fills it with a prompt writes
     head after head without a stop. Where the prompt does not fill the room, what belongs to the second head begins in
@@ -197,7 +204,13 @@ def what_lies_on_the_host_is_sent_from_where_it_was_before(fired: Fired) -> None
         manager._cpu_views = views
 
 
-@bug("lablup/mlxcel#1324", "llama-places", "not_of_the_model", origin="mlxcel")
+@bug(
+    "lablup/mlxcel#1324",
+    "llama-places",
+    "not_of_the_model",
+    origin="mlxcel",
+    late="not found: K is turned alike from beginning to end, which the model alone can tell (--model)",
+)
 def keys_are_turned_for_twice_their_place(fired: Fired) -> None:
     """The factor of a scaling that only sets in with long contexts is taken for one by which every place is multiplied.
     All keys and queries are turned for twice the place that they have, from the first token on."""

@@ -15,7 +15,13 @@ def _keys_and_values(rows):
     return flat[:, :size].view(heads, width // 2, size).transpose(1, 2), flat[:, size:]
 
 
-@bug("sgl-project/sglang#35171", "llama-yarn", "not_of_the_model", origin="SGLang")
+@bug(
+    "sgl-project/sglang#35171",
+    "llama-yarn",
+    "not_of_the_model",
+    origin="SGLang",
+    late="not found: too few tokens stand at three other positions, by which angles are learnt",
+)
 def angles_beyond_the_tables_end_are_not_scaled(fired: Fired) -> None:
     """The table of angles is as long as the model says, and is made longer for the context that is reserved. The rows
     that are added are computed as if the model had plain rotary embeddings: the rotation's own scaling gets the base
@@ -48,6 +54,7 @@ def angles_beyond_the_tables_end_are_not_scaled(fired: Fired) -> None:
     "kv_write_lost",
     "kv_write_damaged",
     origin="SGLang-JAX",
+    late="not found: what a draft hands in for slots that nobody had written is not compared",
 )
 def drafters_pool_is_smaller_than_the_numbers_it_gets(fired: Fired) -> None:
     """The drafter has a pool of its own, and takes its slots by the numbers that the target's allocator gives out.
@@ -151,7 +158,13 @@ def saved_cache_does_not_say_that_it_is_rotated(fired: Fired) -> None:
         fired()
 
 
-@bug("InfiniTensor/InfiniLM#553", "qwen-narrow", "bad_values_written", origin="InfiniLM")
+@bug(
+    "InfiniTensor/InfiniLM#553",
+    "qwen-narrow",
+    "bad_values_written",
+    origin="InfiniLM",
+    late="not found: values at the end of what eight bits can hold are no NaN and no infinity",
+)
 def scales_of_the_cache_are_never_set(fired: Fired) -> None:
     """The cache keeps K and V in eight bits, with one scale each. The scales are made and nothing is put into them,
     so that they are 0: what is kept says nothing of what was computed, and all that is read is 0."""
@@ -194,7 +207,13 @@ def states_are_not_sent_with_the_pages(fired: Fired) -> None:
                 fired()
 
 
-@bug("LMCache/LMCache#2263", "llama-loads-overlaps", "prefix_not_computed", origin="LMCache")
+@bug(
+    "LMCache/LMCache#2263",
+    "llama-loads-overlaps",
+    "prefix_not_computed",
+    origin="LMCache",
+    late="not found: what a connector of one's own counts as loaded is unknown, and not compared with what came",
+)
 def what_is_loaded_is_counted_from_the_chunks_beginning(fired: Fired) -> None:
     """What is kept is in chunks of several blocks, and what the request has itself may end inside one. That number is
     rounded down to a chunk before what is to be loaded is counted: the part of the chunk that is there already counts
@@ -232,7 +251,13 @@ def what_is_loaded_is_counted_from_the_chunks_beginning(fired: Fired) -> None:
     before_forward(lambda runner, output: hurt & set(output.num_scheduled_tokens) and fired())
 
 
-@bug("ml-explore/mlx#3949", "qwen-clamps", "bad_values_written", origin="MLX")
+@bug(
+    "ml-explore/mlx#3949",
+    "qwen-clamps",
+    "bad_values_written",
+    origin="MLX",
+    late="not found: the pool packs K on a CPU, and rows of zeros are looked for in V alone",
+)
 def only_the_first_row_of_a_decode_is_rotated(fired: Fired) -> None:
     """Where each sequence of a batch has one new token, rotation takes a shorter way, which goes over the heads of one
     sequence and forgets that there are more. Queries and keys of all rows but the first are left as the new buffer has
