@@ -30,8 +30,7 @@ _LISTED: Final = 3
 # The chosen numbers, by how well the rounds before a round of held-out bugs told its kinds (20 to 39).
 _ANOTHER_KIND: Final = 0.7  # what a bug counts for the kinds that cannot be told from its own
 _SHARPNESS: Final = 8  # the power of a likeness that is its weight
-_SURELY: Final = 0.8  # of those that look alike, who are of another kind than a rule says
-_ALIKE: Final = 0.6
+_SOME: Final = 0.3  # of the share that the most frequent kind has: with less, a rule's kind stands behind that
 
 
 class Alike(NamedTuple):
@@ -108,8 +107,8 @@ def known_bugs() -> KnownBugs:
 def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike]]:
     """Return a cluster's kinds as they are ranked by rules and by known bugs, and the bugs that look most like it.
 
-    A rule that is sure keeps its score if the known bugs say the same; else it is not sure. Who of the two comes first then, the
-    known bugs say by how many of them agree. Where no rule is sure, they come first.
+    A rule that is sure keeps its score if the known bugs say the same; else it is not sure. It stands first all the same, unless next
+    to none of the known bugs is of its kind.
     """
     cluster = ranked.cluster
     if not cluster.has_trace or not known.rows:
@@ -126,13 +125,10 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     sure = of is not None and of.score >= CERTAIN
     if sure and shares.get(best, 0.0) >= share:
         return ranked, alike
-    kinds = dict(ranked.kinds)
-    by_rule = kinds.get(kind, known_of(cluster, seen, 0.0))
-    if sure and (share < _SURELY or closest[0][1] < _ALIKE):
-        first, kinds[best] = best, replace(kinds[best], score=POSSIBLE)
-        kinds[kind] = replace(by_rule, score=ONLY_LIKELY)
-    else:
-        kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in kinds.items()}
-        first, kinds[kind] = kind, replace(by_rule, score=POSSIBLE)
+    first = best if shares.get(best, 0.0) >= _SOME * share else kind
+    kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in ranked.kinds}
+    said = kinds.get(first, known_of(cluster, seen, 0.0))
+    kinds[first] = replace(said, score=POSSIBLE if sure or first == kind else ONLY_LIKELY)
+    kinds.setdefault(kind, known_of(cluster, seen, ONLY_LIKELY))
     order = sorted(kinds.items(), key=lambda item: (item[0] != first, -item[1].score))
     return replace(ranked, kinds=tuple(order)), alike

@@ -21,7 +21,7 @@ from kvcanary.analysis.incidents.finding import Incidents  # noqa: E402
 from kvcanary.analysis.incidents.traits import traits_of  # noqa: E402
 from run import BUGS, DATA, look  # noqa: E402
 
-LAB_SEEDS = 3  # of each fault
+LAB_SEEDS = 6  # of each fault
 FIRST_LAB_SEED = 7_000  # other ones than are measured
 
 

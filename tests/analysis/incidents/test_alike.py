@@ -55,12 +55,12 @@ def test_a_kind_that_other_bugs_do_not_say_is_not_sure(lead) -> None:
     agreed, alike = second_opinion(ranked, KnownBugs(rows=(bug("same", [kind], traits),)))
     assert agreed.kinds == ranked.kinds
     assert [(one.name, one.kind, one.likeness) for one in alike] == [("same", kind, 1.0)]
-    # All say another kind: it stands first, and is not sure either.
+    # None is of the rule's kind: theirs stands first, and is not sure either.
     other, _ = second_opinion(ranked, KnownBugs(rows=(bug("other", ["kv_changed"], traits),)))
     assert [other.kinds[0][0], kind in dict(other.kinds)] == ["kv_changed", True]
     assert max(one.score for _, one in other.kinds) < 0.7
-    # Some do: the rule's stands first, and is not sure.
-    some = [bug("other", ["kv_changed"], traits), bug("same", [kind], traits[: len(traits) * 19 // 20])]
+    # Some are: the rule's stands first, and is not sure.
+    some = [bug("other", ["kv_changed"], traits), bug("another", ["kv_changed"], traits), bug("same", [kind], traits)]
     unsure, _ = second_opinion(ranked, KnownBugs(rows=tuple(some)))
     assert unsure.kinds[0][0] == kind
     assert max(one.score for _, one in unsure.kinds) < 0.7
