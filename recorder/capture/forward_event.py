@@ -10,6 +10,7 @@ import numpy as np
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.changes import RowRuns, cell_changes, cells_to_runs, joined, row_changes
 from ...kernels.capture.layers import FLOATS, NARROW, ZEROS
+from ...kernels.constants import KV_ALIGN_BYTES
 from ..state.forward import UnusableEventError
 from ..state.tables import StateTables
 from ..state.writes import stays
@@ -157,18 +158,23 @@ def add_submitted(
     """Add to the forward's event what was submitted, the bytes only where the pool holds others than `gathered`.
 
     `submitted` has, for each `(group, stream)` that was observed, `[T, ...]` of any type, a token's bytes in the order in
-    which the pool stores them. Raises `ValueError` for a stream that this runner does not have or that is captured on
-    submission, or too few bytes.
+    which the pool stores them; for a stream that samples layers, the same of each layer that was observed, by its number.
+    Raises `ValueError` for a stream that this runner does not have or that is captured on submission, or too few bytes.
     """
     mine = of_runner(groups, forward.runner)
-    rows_of = {key: _rows(key, value, forward, groups) for key, value in submitted.items()}
+    rows_of = {
+        key: _sampled_rows(key, value, forward, groups, gathered)
+        if isinstance(value, Mapping)
+        else _rows(key, value, forward, groups)
+        for key, value in submitted.items()
+    }
     known = {(number, stream) for number, kv in mine for stream in range(len(kv.sources))}
     if not set(rows_of) <= known:
         raise ValueError(
             f"submitted has (group, stream) keys {sorted(rows_of)}, the runner's streams are {sorted(known)}"
         )
     tokens = int(forward.new_lens.sum())
-    forward.submitted_watched = len(rows_of)
+    forward.submitted_watched = sum(not isinstance(value, Mapping) for value in submitted.values())
     kept = {number: stays(forward.written[number], kv.group)[:tokens] for number, kv in mine}
     if not any((rows[:tokens] != gathered[g][s][:tokens])[kept[g]].any() for (g, s), rows in rows_of.items()):
         return
@@ -250,6 +256,32 @@ def _rows(key: tuple[int, int], value: Any, forward: CopiedForward, groups: list
             f"{stream.capture_bytes}]: one row for each of input_ids, in the order in which the pool stores a token"
         )
     return rows[:, : stream.capture_bytes]
+
+
+def _sampled_rows(
+    key: tuple[int, int],
+    given: Mapping[int, Any],
+    forward: CopiedForward,
+    groups: list[GroupKvShadow],
+    gathered: Mapping[int, list[ByteArray]],
+) -> ByteArray:
+    """Return what a stream that samples layers would hold of what these were handed, `[T, 16] uint8`."""
+    group, number = key
+    sources = groups[group].sources if 0 <= group < len(groups) else []
+    source = sources[number] if 0 <= number < len(sources) else None
+    if not isinstance(source, KvLayers) or group not in gathered:
+        raise ValueError(
+            f"submitted has a key {key} with layers, the runner has no such (group, stream) that samples them"
+        )
+    rows, tokens = {layer: as_rows(value) for layer, value in given.items()}, forward.input_ids.size
+    for layer, own in rows.items():
+        least = source.stream.num_chunks * KV_ALIGN_BYTES
+        if layer not in source.stream.layers or own.shape[0] != tokens or own.shape[1] < least:
+            raise ValueError(
+                f"submitted[{group}, {number}] holds {list(own.shape)} bytes of layer {layer}, expected [{tokens}, at least "
+                f"{least}] of one of {list(source.stream.layers)}"
+            )
+    return source.handed_in(forward.written[group], rows, gathered[group][number])
 
 
 def logprob_column(values: Any, kind: str | Int64Array, count: int) -> Int64Array:

@@ -1,5 +1,6 @@
 """All layers of a pool's half, of which a trace has some bytes of each slot: where they lie, and what they hold that no model writes."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,25 @@ class KvLayers:
             backend=self._backend,
         )
         return self.source.pieces(slots - self._shift, looked[:, 0], looked[:, 1])
+
+    def handed_in(self, slots: Int64Array, rows: Mapping[int, ByteArray], stored: ByteArray) -> ByteArray:
+        """Return the bytes that are looked at of each slot `[n, 16] uint8` as they were handed in, or as `stored` in other layers.
+
+        `rows` are what some layers were given for these slots, `[n, bytes_per_token]`, by the layer's number.
+        """
+        looked = layers.watched_bytes(
+            slots,
+            seed=self.stream.seed,
+            num_layers=len(self.stream.layers),
+            num_chunks=self.stream.num_chunks,
+            backend=self._backend,
+        )
+        found = stored.copy()
+        for layer, given in rows.items():
+            mine = np.flatnonzero(looked[:, 0] == self.stream.layers.index(layer))
+            at = looked[mine, 1] * KV_ALIGN_BYTES
+            found[mine] = given[mine[:, None], at[:, None] + np.arange(KV_ALIGN_BYTES)]
+        return found
 
     def plainly_same(self, slots: Int64Array, shadow: ByteArray, known: ByteArray) -> bool:
         """Say whether none of the slots whose bytes are known holds other ones, if that can be told plainly."""

@@ -130,7 +130,8 @@ class Recorder(EventRecording):
             note: kept in the event; for a forward that failed, how.
             failed: the model raised: nobody knows what it has written, and a replay judges nothing by it.
             submitted: for each `(group, stream)` whose K or V was seen on its way to the cache, `[T, ...]` what the model
-                handed in, a token's bytes in the order in which the pool stores them; compared with what is stored.
+                handed in, a token's bytes in the order in which the pool stores them; for a stream that samples layers, such
+                rows by the layer's number; compared with what is stored.
         """
         if self._pending is None:
             raise ValueError("after_forward without before_forward")

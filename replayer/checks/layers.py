@@ -84,10 +84,8 @@ class LayerChanged(HistoryCheck):
                 )
 
     def _said(self, stream: KvStream, slot: int) -> str:
-        layers, chunks, backend = len(stream.layers), stream.num_chunks, self.history.backend
-        at = watched_bytes(np.array([slot]), seed=stream.seed, num_layers=layers, num_chunks=chunks, backend=backend)[0]
-        first = int(at[1]) * _CHUNK_BYTES
-        where = f"bytes {first} to {first + _CHUNK_BYTES - 1} of {stream.half} in layer {stream.layers[int(at[0])]}"
+        layer, first = looked_at(stream, slot, self.history.backend)
+        where = f"bytes {first} to {first + _CHUNK_BYTES - 1} of {stream.half} in layer {layer}"
         return f"{where} are not those written there"
 
     def _changed(self, view: EventView) -> dict[int, list[tuple[KvStream, Int64Array]]]:
@@ -144,3 +142,10 @@ class BadValues(HistoryCheck):
                 place["slot"] = int(written[token])
             detail = f"{said} in {phase}, first in {stream.half} of layer {layer}"
             yield self.of_request(forward, request, detail, cause=Cause(cause), **place)
+
+
+def looked_at(stream: KvStream, slot: int, backend: str) -> tuple[int, int]:
+    """Return of a stream that samples layers which one a slot's bytes are of, and which byte of its token is the first."""
+    layers, chunks = len(stream.layers), stream.num_chunks
+    at = watched_bytes(np.array([slot]), seed=stream.seed, num_layers=layers, num_chunks=chunks, backend=backend)[0]
+    return stream.layers[int(at[0])], int(at[1]) * _CHUNK_BYTES

@@ -16,6 +16,7 @@ from ..model.written import EVENT, SLOT, WrittenTokens, forward_tokens, written_
 from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads, History
+from .layers import looked_at
 
 # Bytes that so many tokens have, in such a share of slots, of which there are as many at least and are looked at at most, tell none
 # from another: of slots that writes changed, or, where one row of bytes is in most, of all, since writes then change next to none.
@@ -257,7 +258,11 @@ class WriteDamaged(HistoryCheck):
             empty &= ~differ | ~stored.any(axis=1)
             for token in np.flatnonzero(judged & differ).tolist():
                 byte = int(np.argmax(stored[token] != given[token]))
-                what = f"{stream.half} of layer {stream.layer_of(byte)} holds {stored[token, byte]:#04x} in byte {byte}"
+                layer, place = stream.layer_of(byte), byte
+                if stream.samples:
+                    layer, begin = looked_at(stream, int(slots[token]), self.history.backend)
+                    place += begin
+                what = f"{stream.half} of layer {layer} holds {stored[token, byte]:#04x} in byte {place}"
                 first.setdefault(token, f"{what}, the model handed in {given[token, byte]:#04x}")
         found = np.array(sorted(first), np.int64)
 

@@ -14,11 +14,12 @@ POOLS: Final = {"MHATokenToKVPool": ("K", "V")}
 
 
 class SubmittedKv:
-    """Keeps the leading bytes of what was handed in since the last `take`, of the streams of each pool's first layer."""
+    """Keeps what was handed in since the last `take`: the leading bytes of each pool's first layer, and of what samples layers all."""
 
     def __init__(self, layout: SglangLayout) -> None:
         self._layout = layout
-        self._given: dict[tuple[int, int], Any] = {}  # by group and stream, `[T, values]`
+        # By group and stream, `[T, values]`, or such by layer.
+        self._given: dict[tuple[int, int], Any] = {}
 
     def watches(self, runner: int) -> bool:
         """Say whether all pools of a runner are looked at."""
@@ -34,25 +35,39 @@ class SubmittedKv:
                 yield pool, self._hook(number, pool)
 
     def take(self, tokens: int) -> dict[tuple[int, int], Any]:
-        """Return what was handed in for a forward of so many tokens, `[T, values]` by group and stream, and forget it."""
+        """Return what was handed in for a forward of so many tokens, as `Recorder.after_forward` takes it, and forget it."""
         given, self._given = self._given, {}
-        return {key: rows for key, rows in given.items() if rows.shape[0] == tokens}
+        found: dict[tuple[int, int], Any] = {}
+        for key, rows in given.items():
+            if isinstance(rows, dict):
+                found[key] = {layer: own for layer, own in rows.items() if own.shape[0] == tokens}
+            elif rows.shape[0] == tokens:
+                found[key] = rows
+        return found
 
     def _hook(self, group: int, pool: Any) -> Hook:
         halves = POOLS[type(pool).__name__]
-        streams = {}
+        streams, sampled = {}, {}
         for place, stream in enumerate(self._layout.groups[group].streams):
-            if not stream.samples:
-                streams[halves.index(stream.half)] = place, stream.capture_bytes // pool.dtype.itemsize
+            argument = halves.index(stream.half)
+            if stream.samples:
+                sampled[argument] = place, stream.layers
+            else:
+                streams[argument] = place, stream.capture_bytes // pool.dtype.itemsize
         first = int(getattr(pool, "start_layer", 0) or 0)
 
         def on_store(layer: Any, _: Any, *states: Any, layer_id_override: int | None = None, **__: Any) -> None:
-            if first != (layer.layer_id if layer_id_override is None else layer_id_override):
-                return
-            for argument, (stream, values) in streams.items():
-                rows = states[argument]
-                if rows.dtype == pool.dtype:
-                    self._given[group, stream] = rows.reshape(rows.shape[0], -1)[:, :values].clone()
+            number = (layer.layer_id if layer_id_override is None else layer_id_override) - first
+            for argument, rows in enumerate(states[: len(halves)]):
+                if rows.dtype != pool.dtype:
+                    continue
+                flat = rows.reshape(rows.shape[0], -1)
+                if number == 0 and argument in streams:
+                    stream, values = streams[argument]
+                    self._given[group, stream] = flat[:, :values].clone()
+                stream, layers = sampled.get(argument, (-1, ()))
+                if 0 <= number < len(layers):
+                    self._given.setdefault((group, stream), {})[layers[number]] = flat.clone()
 
         return on_store
 

@@ -88,6 +88,12 @@ class TransformersRecording:
             for number, stream in enumerate(pool.streams)
             if not stream.samples
         }
+        self._sampled: dict[tuple[int, str], tuple[int, int]] = {
+            (layer, stream.half): (group, number)
+            for group, pool in enumerate(header.groups if submitted else ())
+            for number, stream in enumerate(pool.streams)
+            for layer in (stream.layers if stream.samples else ())
+        }
         self._reason = "finish"  # of blocks that are freed now
         begin = recorder_class(inject)
         self.recorder = begin(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
@@ -190,7 +196,12 @@ class TransformersRecording:
         if processor.use_async_batching:
             processor.inputs_and_outputs.compute_stream.synchronize()
             self.recorder.fed(io.input_ids[: self._tokens])
-        submitted = {key: as_rows(states)[: self._tokens] for key, states in self._submitted.items()}
+        submitted: dict[tuple[int, int], Any] = {
+            key: {layer: as_rows(rows)[: self._tokens] for layer, rows in states.items()}
+            if isinstance(states, dict)
+            else as_rows(states)[: self._tokens]
+            for key, states in self._submitted.items()
+        }
         self._submitted.clear()
         if error is not None:
             self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}", failed=True)
@@ -222,9 +233,14 @@ class TransformersRecording:
         if is_captured(key_states):  # nothing runs yet: what the step has handed in came before
             return
         for half, states in (("K", key_states), ("V", value_states)):
-            key = self._streams.get((layer_idx, half))
-            if key is not None and states.dtype == cache.dtype:
-                self._submitted[key] = states[0].transpose(0, 1).detach().clone()
+            key, sampled = self._streams.get((layer_idx, half)), self._sampled.get((layer_idx, half))
+            if (key is None and sampled is None) or states.dtype != cache.dtype:
+                continue
+            rows = states[0].transpose(0, 1).detach().clone()
+            if key is not None:
+                self._submitted[key] = rows
+            if sampled is not None:
+                self._submitted.setdefault(sampled, {})[layer_idx] = rows
 
     def _known(self, state: Any, parent: TransformersRequest | None = None, name: str = "") -> TransformersRequest:
         request, new = self._requests.see(name or state.request_id)

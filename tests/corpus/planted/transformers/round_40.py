@@ -111,7 +111,6 @@ def one_way_of_taking_new_weights_leaves_the_prefix_cache(fired: Fired) -> None:
     "kv_write_damaged",
     "not_of_the_model",
     origin="TT-MLIR",
-    late="not found: beyond the first bytes of a row nobody knows what was handed in",
 )
 def heads_of_a_prompt_are_written_without_the_gaps_between_them(fired: Fired) -> None:
     """A cache has each head's tokens side by side, as many as there is room for, and what fills it with a prompt writes
