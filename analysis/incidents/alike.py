@@ -30,7 +30,8 @@ _LISTED: Final = 3
 # The chosen numbers, by how well the rounds before a round of held-out bugs told its kinds (20 to 39).
 _ANOTHER_KIND: Final = 0.7  # what a bug counts for the kinds that cannot be told from its own
 _SHARPNESS: Final = 8  # the power of a likeness that is its weight
-_SOME: Final = 0.3  # of the share that the most frequent kind has: with less, a rule's kind stands behind that
+_SOME: Final = 0.3  # of the share that the most frequent kind has: with less, a rule's kind may stand behind that
+_MANY: Final = 10  # public bugs of a kind, of which one that is of it should be among the closest
 
 
 class Alike(NamedTuple):
@@ -108,7 +109,7 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     """Return a cluster's kinds as they are ranked by rules and by known bugs, and the bugs that look most like it.
 
     A rule that is sure keeps its score if the known bugs say the same; else it is not sure. It stands first all the same, unless next
-    to none of the known bugs is of its kind.
+    to none of the closest is of its kind, of which there are many.
     """
     cluster = ranked.cluster
     if not cluster.has_trace or not known.rows:
@@ -125,7 +126,8 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     sure = of is not None and of.score >= CERTAIN
     if sure and shares.get(best, 0.0) >= share:
         return ranked, alike
-    first = best if shares.get(best, 0.0) >= _SOME * share else kind
+    few = sure and sum(row["kinds"][0] == best and row["tracker"] != "" for row in known.rows) < _MANY
+    first = best if few or shares.get(best, 0.0) >= _SOME * share else kind
     kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in ranked.kinds}
     said = kinds.get(first, known_of(cluster, seen, 0.0))
     kinds[first] = replace(said, score=POSSIBLE if sure or first == kind else ONLY_LIKELY)

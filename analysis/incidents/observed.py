@@ -340,16 +340,19 @@ def let_in_again(cluster: Cluster, sign: Sign) -> list[Fact]:
 
 
 def page_of_elsewhere(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a whole page holds its reader's own tokens in their places, computed by another behind other tokens.
+    """Whether a whole page holds its reader's own tokens, computed by another behind other tokens, or at other positions.
 
     Whoever led to it looked for these tokens.
     """
     group = cluster.group(sign)
     page = cluster.groups[group].page_size if 0 <= group < len(cluster.groups) else 1
     mine = [s for s in cluster.head if s.request_id == sign.request_id and s.bits & CONTENT]
-    alone = not any(sign.position < s.position < sign.position + page for s in mine)
-    own = sign.bits == CHAIN and sign.stored_token == sign.expected_token >= 0
-    return own and alone and sign.position % page == 0 < page - 1 and sign.writer_request_id != sign.request_id
+    behind = [s for s in mine if sign.position < s.position < sign.position + page]
+    own = sign.bits == CHAIN and not behind
+    moved = [s for s in (sign, *behind) if s.bits & POSITION and not s.bits & TOKEN]
+    own |= len(moved) == page and len({s.stored_position - s.position for s in moved}) == 1
+    own &= all(s.stored_token == s.expected_token >= 0 for s in (sign, *behind))
+    return own and sign.position % page == 0 < page - 1 and sign.writer_request_id != sign.request_id
 
 
 def filled_while_read(cluster: Cluster, sign: Sign) -> bool:

@@ -298,4 +298,23 @@ ROUND_NOTES = (
             "swiftLLM's were recorded again behind the count, since loads are told behind what was given out."
         ),
     ),
+    (
+        "5f6fa3a7",
+        (
+            "Chosen as those of the rounds before, in vLLM, SGLang and transformers, and the first that known bugs were asked about as well as rules. By the rules alone 8 "
+            "of 24 would have been right, and two wrong with 0.7 or more. Ten were found clean, none of them in what their traces say is watched: logits, what attention is told of a window, K that is "
+            "turned alike from beginning to end, what a connector of one's own counts, K that a CPU packs, heads behind the first, weights that change in place. The last two are seen since then, "
+            "and those of transformers were recorded again with it, and with all layers, which the corpus had left out. The list of kinds that the planters had was cut short by mistake: "
+            "kv_write_lost was added to two before the count. One was wrong with 0.8: the rest of a page that was written by who had joined its beginning, for a key that two prompts have."
+        ),
+    ),
+    (
+        "951a81f4",
+        (
+            "Chosen as those of the rounds before, in the same engines. Two were wrong with 0.7 or more, and both are not told apart by what is recorded: K and V of decodes that are computed by the old "
+            "weights, for a cache that outlived them; bytes that change without a write where the canary does not look first, for a change in a place that it does not look at. They have both kinds "
+            "since the count. Two were found clean: state that a new request goes on from, though its prefix is 0, and a ring that is read behind its own writes. "
+            "Known bugs changed no first kind here."
+        ),
+    ),
 )

@@ -103,6 +103,29 @@ def abort_while_others_wait() -> None:
     Scheduler.process_batch_result = then_abort
 
 
+def let_them_come_apart() -> None:
+    """Let requests that are asked together come to the scheduler one behind another, every fifth step, or when it has none."""
+    from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    process, held, steps = Scheduler.process_input_requests, [], [0]
+
+    def then_hold(self, received) -> None:
+        others = []
+        for one in received or ():
+            if isinstance(one, BatchTokenizedGenerateReqInput):
+                held.extend(one)
+            else:
+                (held if isinstance(one, TokenizedGenerateReqInput) else others).append(one)
+        steps[0] += not self.running_batch.is_empty()
+        if held and (steps[0] >= 5 or (self.running_batch.is_empty() and not self.waiting_queue)):
+            others.append(held.pop(0))
+            steps[0] = 0
+        process(self, others)
+
+    Scheduler.process_input_requests = then_hold
+
+
 def flush_behind_a_fetch() -> None:
     """Abort the first prompt that is alone and for which pages are being fetched, and flush when these are to be released."""
     from sglang.srt.managers.io_struct import AbortReq
@@ -437,6 +460,8 @@ def generate(setup: str, folder: Path) -> None:
         lose_files_now_and_then()
     if "flushed" in setup:
         flush_behind_a_fetch()
+    if setup == "llama-lora-page4-apart":
+        let_them_come_apart()
     if setup == "llama-session":
         close_while_it_decodes()
     if setup == "llama-session-abort":
@@ -449,7 +474,9 @@ def generate(setup: str, folder: Path) -> None:
         disable_overlap_schedule=not chosen.overlap,
         disable_radix_cache=setup.endswith("no-tree"),
         enable_mixed_chunk=setup.endswith("mixed"),
-        max_mamba_cache_size=8 if setup in ("recurrent-retract", "recurrent-few-slots") else None,
+        max_mamba_cache_size=8
+        if setup in ("recurrent-retract", "recurrent-few-slots", "recurrent-handed-on")
+        else None,
         page_size=chosen.page,
         max_total_tokens=chosen.slots,
         random_seed=1,
@@ -548,6 +575,8 @@ def generate(setup: str, folder: Path) -> None:
             salts["lora_path"] = [("outputs", "first", "second")[(i // 2 + i % 2) % 3] for i in range(len(batch))]
         if setup == "llama-lora-page4":  # neighbours have different ones, and others of the batch have the same again
             salts["lora_path"] = [("first", "second", "first", None, "second")[i % 5] for i in range(len(batch))]
+        if setup == "llama-lora-page4-apart":
+            salts["lora_path"] = [("first", "second", None, "first")[(i + number) % 4] for i in range(len(batch))]
         if setup == "llama-host-storage":  # another tenant goes on behind what the first one has asked
             salts["cache_salt"] = [f"tenant {number // 4}"] * len(batch)
         if setup == "llama-salts":

@@ -381,6 +381,36 @@ def _llama_host_halves_flushed_storage(ask: Asked) -> None:
     ask.again = [ask.prompts[4] + ask.tokens(5), ask.prompts[5] + ask.tokens(9), ask.prompts[6]]
 
 
+def _llama_page8_chunks(ask: Asked) -> None:
+    """Prompts of one chunk to four, some of which others go on behind."""
+    ask.prompts = [ask.tokens(count) for count in (71, 19, 104, 40)]
+    ask.again = [ask.prompts[0][:64] + ask.tokens(9), ask.tokens(37), ask.prompts[2] + ask.tokens(5)]
+
+
+def _llama_page8_wide(ask: Asked) -> None:
+    """Prompts of one chunk and of two in a pool that has more than enough slots."""
+    ask.prompts = [ask.tokens(count) for count in (22, 45, 13)]
+    ask.again = [ask.prompts[0] + ask.tokens(6), ask.tokens(28), ask.prompts[1][:24] + ask.tokens(8)]
+
+
+def _llama_page4_repeats(ask: Asked) -> None:
+    """Prompts in which the same stands behind different beginnings."""
+    same = ask.tokens(16)
+    ask.prompts = [ask.tokens(8) + same + ask.tokens(5), ask.tokens(12) + same + ask.tokens(6), ask.tokens(19)]
+    ask.again = [
+        ask.prompts[1] + ask.tokens(4),
+        ask.tokens(21),
+        ask.tokens(8) + same + ask.tokens(3),
+        ask.prompts[0] + ask.tokens(7),
+    ]
+
+
+def _recurrent_handed_on(ask: Asked) -> None:
+    """Prompts, most of them very short, that come when others have left, and one that goes on behind another."""
+    ask.prompts = [ask.tokens(count) for count in (9, 24, 3, 2, 31, 2)]
+    ask.again = [ask.tokens(2), ask.prompts[1] + ask.tokens(6), ask.tokens(3), ask.tokens(26)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -476,6 +506,11 @@ SETUPS = {
         "llama", 4, 180, False, 2, False, then=_llama_host_halves_flushed_storage
     ),
     "recurrent-tails-mixed": Setup("lfm2", 1, 404, False, 3, False, then=_recurrent_tails_mixed),
+    "llama-page8-chunks": Setup("llama", 8, 472, False, 3, False, then=_llama_page8_chunks),
+    "recurrent-handed-on": Setup("lfm2", 1, 420, False, 3, False, then=_recurrent_handed_on),
+    "llama-page8-wide": Setup("llama", 8, 1200, False, 3, False, then=_llama_page8_wide),
+    "llama-page4-repeats": Setup("llama", 4, 516, False, 2, False, then=_llama_page4_repeats),
+    "llama-lora-page4-apart": Setup("llama", 4, 468, False, 3, False),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -499,4 +534,9 @@ TELLING = (
     "hybrid-page4-far",
     "llama-host-halves-flushed-storage",
     "recurrent-tails-mixed",
+    "llama-page8-chunks",
+    "llama-page8-wide",
+    "recurrent-handed-on",
+    "llama-page4-repeats",
+    "llama-lora-page4-apart",
 )

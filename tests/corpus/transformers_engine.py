@@ -242,6 +242,24 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(212, 47), 14, 6),
             ask("d", system + random_prompt(213, 12), 16, 14),
         ]
+    if setup == "llama-seats":  # of which some come to where others have left off
+        return [
+            ask("a", random_prompt(220, 20), 14),
+            ask("b", random_prompt(221, 31), 18),
+            ask("c", random_prompt(222, 13), 48, 1),
+            ask("d", random_prompt(223, 33), 16, 16),
+            ask("e", random_prompt(224, 48), 12, 22),
+            ask("f", random_prompt(225, 10), 10, 30),
+        ]
+    if setup == "qwen-goes-on":  # some of which go on behind what others have been answered
+        return [
+            ask("a", random_prompt(230, 21), 19),
+            ask("b", random_prompt(231, 18), 30),
+            ask("c", random_prompt(232, 30), 24, 2),
+            ask("d", random_prompt(233, 7), 16, 24),
+            ask("e", random_prompt(234, 11), 14, 36),
+            ask("f", random_prompt(235, 5), 10, 40),
+        ]
     return []
 
 
@@ -262,6 +280,22 @@ def cancel(name: str, at_step: int) -> None:
         return ready
 
     ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
+
+
+def goes_on(requests: list, behind: dict[str, str]) -> None:
+    """Have a request's prompt begin with all of another's, and with what that was answered, when it has ended."""
+    from transformers.generation.continuous_batching.scheduler import Scheduler
+
+    finish, prompts = Scheduler.finish_request, {request.name: request.prompt for request in requests}
+
+    def finish_request(scheduler, request_id: str) -> None:
+        state = scheduler.active_requests.get(request_id)
+        for name, first in behind.items():
+            if state is not None and first == request_id:
+                prompts[name][:0] = state.initial_tokens + state.generated_tokens
+        finish(scheduler, request_id)
+
+    Scheduler.finish_request = finish_request
 
 
 def empty_prefix_cache(processor) -> None:
@@ -395,8 +429,14 @@ def generate(setup: str, folder: Path) -> None:
         new_weights(14)
     if setup == "llama-places":
         batching = {"num_blocks": 68, "max_batch_tokens": 46}
+    if setup == "llama-seats":
+        batching = {"num_blocks": 76, "max_batch_tokens": 44}
+    if setup == "qwen-goes-on":
+        batching = {"num_blocks": 84, "max_batch_tokens": 42}
+        goes_on(requests, {"d": "a", "e": "b", "f": "c"})
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
-    if setup in ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places"):
+    sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
+    if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1
     answers = record(path, model, requests, num_return_sequences=sequences, all_layers=True, **batching)

@@ -193,6 +193,11 @@ def generate(setup: str, folder: Path) -> None:
                 {"prompt_token_ids": asked + answer + prompt}
                 for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
             ]
+        if setup == "delta-turns" and number == 1:  # behind a part of the first answer, and behind all of the second
+            given = [
+                {"prompt_token_ids": asked + answer[:end] + prompt}
+                for asked, answer, prompt, end in zip(batches[0], outputs, batch, (31, None), strict=True)
+            ]
         if setup == "qwen-loads-ends" and number == 0:  # the first two end with a block, the third in the middle of one
             for one, count in zip(sampling, (27, 46, 24), strict=True):
                 one.max_tokens = count

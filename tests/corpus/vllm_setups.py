@@ -42,6 +42,12 @@ TELLING = (
     "delta-handed",
     "qwen-narrow",
     "llama-loads-overlaps",
+    "qwen-columns",
+    "delta-turns",
+    "qwen-loads-kernels",
+    "llama-eagle-steps",
+    "qwen-loads-slow",
+    "hybrid-graphs",
 )
 
 
@@ -1127,4 +1133,94 @@ def _llama_loads_overlaps(ask: Asked) -> Batches:
         longer,
         [ask.shared[:44], longer[0] + ask.tokens(53), longer[1][:70] + ask.tokens(40)],
         [longer[1][:37], longer[1] + ask.tokens(34)],
+    ]
+
+
+@setup("qwen-columns", "qwen", {"max_num_batched_tokens": 104, "num_gpu_blocks_override": 40, "max_num_seqs": 3})
+def _qwen_columns(ask: Asked) -> Batches:
+    """Prompts of one block to three that have nothing in common, and two that begin alike."""
+    return [
+        [ask.tokens(77), ask.shared + ask.tokens(6), ask.tokens(42)],
+        [ask.tokens(25), ask.shared + ask.tokens(27), ask.shared[:66] + ask.tokens(13), ask.tokens(54)],
+    ]
+
+
+@setup(
+    "delta-turns",
+    "qwen3_next",
+    {
+        "dtype": "bfloat16",
+        "prefix_cache_retention_interval": 32,  # the states of answers are kept, too
+        "max_num_batched_tokens": 180,
+        "num_gpu_blocks_override": 44,
+        "max_num_seqs": 2,
+    },
+    more=44,
+)
+def _delta_turns(ask: Asked) -> Batches:
+    """Prompts that go on behind a part of the answers before, or behind all of them."""
+    return [
+        [ask.tokens(41), ask.shared[:52]],
+        [ask.tokens(14), ask.tokens(23)],
+        [ask.tokens(37), ask.shared[:52] + ask.tokens(8)],
+    ]
+
+
+@setup(
+    "qwen-loads-kernels",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "block_size": 64,
+        "max_num_batched_tokens": 148,
+        "num_gpu_blocks_override": 22,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_kernels(ask: Asked) -> Batches:
+    """Prompts of one block or two that are asked again for longer, beside others."""
+    longer = [ask.shared + ask.tokens(9), ask.tokens(136), ask.tokens(31)]
+    return [
+        longer,
+        [ask.tokens(82), longer[1] + ask.tokens(12), longer[0] + ask.tokens(7)],
+        [longer[0][:64] + ask.tokens(49), ask.tokens(35)],
+    ]
+
+
+@setup(
+    "llama-eagle-steps",
+    "llama",
+    {**EAGLE, "max_num_batched_tokens": 88, "num_gpu_blocks_override": 40, "max_num_seqs": 3},
+)
+def _llama_eagle_steps(ask: Asked) -> Batches:
+    """Prompts of some blocks, with drafts behind them."""
+    return [[ask.shared + ask.tokens(8), ask.tokens(33), ask.tokens(59)], [ask.shared + ask.tokens(21), ask.tokens(47)]]
+
+
+@setup(
+    "qwen-loads-slow",
+    "qwen",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "max_num_batched_tokens": 76,
+        "num_gpu_blocks_override": 36,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_slow(ask: Asked) -> Batches:
+    """Prompts that come again while others take several steps to be computed."""
+    longer = [ask.shared + ask.tokens(6), ask.tokens(67)]
+    return [
+        longer,
+        [longer[0] + ask.tokens(9), ask.tokens(150), ask.tokens(20)],
+        [longer[1] + ask.tokens(18), ask.tokens(141)],
+    ]
+
+
+@setup("hybrid-graphs", "hybrid", {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 72, "max_num_seqs": 4})
+def _hybrid_graphs(ask: Asked) -> Batches:
+    """Prompts that are answered four at a time, and then three."""
+    return [
+        [ask.tokens(28), ask.shared + ask.tokens(4), ask.tokens(39), ask.tokens(51)],
+        [ask.shared[:60], ask.tokens(33), ask.shared + ask.tokens(15), ask.tokens(22), ask.tokens(46)],
     ]

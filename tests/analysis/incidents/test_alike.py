@@ -55,10 +55,13 @@ def test_a_kind_that_other_bugs_do_not_say_is_not_sure(lead) -> None:
     agreed, alike = second_opinion(ranked, KnownBugs(rows=(bug("same", [kind], traits),)))
     assert agreed.kinds == ranked.kinds
     assert [(one.name, one.kind, one.likeness) for one in alike] == [("same", kind, 1.0)]
-    # None is of the rule's kind: theirs stands first, and is not sure either.
-    other, _ = second_opinion(ranked, KnownBugs(rows=(bug("other", ["kv_changed"], traits),)))
-    assert [other.kinds[0][0], kind in dict(other.kinds)] == ["kv_changed", True]
-    assert max(one.score for _, one in other.kinds) < 0.7
+    # None that looks alike is of the rule's kind, though many are: theirs stands first, and is not sure either.
+    for count, first in ((10, "kv_changed"), (9, kind)):
+        many = (bug("far", [kind], ["nothing of it"]) | {"tracker": "a/b#1"} for _ in range(count))
+        closest = (bug("other", ["kv_changed"], traits) for _ in range(5))
+        other, _ = second_opinion(ranked, KnownBugs(rows=(*closest, *many)))
+        assert [other.kinds[0][0], {kind, "kv_changed"} <= {*dict(other.kinds)}] == [first, True]
+        assert max(one.score for _, one in other.kinds) < 0.7
     # Some are: the rule's stands first, and is not sure.
     some = [bug("other", ["kv_changed"], traits), bug("another", ["kv_changed"], traits), bug("same", [kind], traits)]
     unsure, _ = second_opinion(ranked, KnownBugs(rows=tuple(some)))
