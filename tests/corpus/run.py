@@ -174,7 +174,8 @@ def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
     right = [o for o in judged if o.right]
     told = [o for o in judged if o.incidents]
     late = [o for o in judged if not 0 <= o.found <= o.reads]
-    sure = [o for o in judged if not o.right and o.score >= CERTAIN]
+    certain = [o for o in judged if o.score >= CERTAIN]
+    sure = [o for o in certain if not o.right]
     mean = sum(o.incidents for o in judged) / max(1, len(judged))
     lines = [
         "# Real bugs",
@@ -189,12 +190,14 @@ def page(outcomes: list[Outcome], said: list[tuple[str, float, bool]]) -> str:
             "marks the first forward that reads the damage; the replay does not look at marks. The traces are in `data/corpus/`, "
             "the patches in `tests/corpus/`; `make test` replays them. A bug has more than one right kind if what tells them "
             "apart is not recorded. The rules were written with these traces at hand, but for those that were held out: what "
-            "was said of these at the first try, below, is what to expect of a bug that is not here."
+            "was said of these at the first try, below, is what to expect of a bug that is not here. Known bugs are asked, too, "
+            "which look like one: all of these but itself."
         ),
         "",
         f"- {len(outcomes)} bugs, {len(judged)} of them effective in what the adapter records, {sum(o.bug.held_out > 0 for o in judged)} of these held out",
         f"- found no later than in the forward that reads the damage first: **{len(judged) - len(late)} of {len(judged)}**",
         f"- right kind first: **{len(right)} of {len(judged)}** ({len(right) / max(1, len(judged)):.1%})",
+        f"- said with {CERTAIN} or more: **{len(certain)}**, right **{sum(o.right for o in certain)}**",
         f"- right branch: {sum(o.branch == _branch(o.bug) for o in judged)}",
         f"- a wrong kind with a confidence of {CERTAIN} or more: **{len(sure)}**",
         f"- incidents a bug: **{mean:.2f}**",
