@@ -15,22 +15,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...kernels.arrays import Float64Array
-from .evidence import evidence_of
-from .likely import CERTAIN, ONLY_LIKELY, POSSIBLE, known_of
 from .ranking import Ranked
-from .traits import Traits, traits_of
+from .seen.evidence import evidence_of
+from .seen.likely import CERTAIN, ONLY_LIKELY, POSSIBLE, known_of
+from .seen.traits import Traits, traits_of
 
-# Made by `python tests/corpus/run.py --known`.
+# Made by `python tests/corpus/known.py`.
 KNOWN_BUGS: Final = Path(__file__).with_name("known_bugs.parquet")
 KNOWN_SCHEMA: Final = pa.schema(
     [("name", pa.utf8()), ("tracker", pa.utf8()), ("kinds", pa.list_(pa.utf8())), ("traits", pa.list_(pa.utf8()))]
 )
 _CLOSEST: Final = 5
 _LISTED: Final = 3
-# The chosen numbers, by how well the rounds before a round of held-out bugs told its kinds (20 to 39).
+_ALIKE: Final = 0.3  # what is less alike says nothing
+# The numbers below are chosen by how well the rounds before a round of held-out bugs told its kinds (20 to 39).
 _ANOTHER_KIND: Final = 0.7  # what a bug counts for the kinds that cannot be told from its own
 _SHARPNESS: Final = 8  # the power of a likeness that is its weight
 _SOME: Final = 0.3  # of the share that the most frequent kind has: with less, a rule's kind may stand behind that
+_MOST: Final = 0.8  # of the closest; with less, their kind is no more than likely
 _MANY: Final = 10  # public bugs of a kind, of which one that is of it should be among the closest
 
 
@@ -116,6 +118,8 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
         return ranked, []
     seen = evidence_of(cluster)
     closest = known.closest(traits_of(cluster, seen, ranked.likely))
+    if closest[0][1] < _ALIKE:
+        return ranked, []
     shares = known.shares(closest)
     alike = [
         Alike(row["name"], row["tracker"], row["kinds"][0], round(likeness, 3))
@@ -130,7 +134,7 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     first = best if few or shares.get(best, 0.0) >= _SOME * share else kind
     kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in ranked.kinds}
     said = kinds.get(first, known_of(cluster, seen, 0.0))
-    kinds[first] = replace(said, score=POSSIBLE if sure or first == kind else ONLY_LIKELY)
+    kinds[first] = replace(said, score=POSSIBLE if share >= _MOST or (sure and first == best) else ONLY_LIKELY)
     kinds.setdefault(kind, known_of(cluster, seen, ONLY_LIKELY))
     order = sorted(kinds.items(), key=lambda item: (item[0] != first, -item[1].score))
     return replace(ranked, kinds=tuple(order)), alike

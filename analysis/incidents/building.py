@@ -11,12 +11,12 @@ from ...kernels.constants import FailReason, LaunchTag
 from .alike import KnownBugs, second_opinion
 from .cluster import Diagnosis, request_query, slot_query
 from .facts import Facts
-from .likely import CERTAIN
 from .linking import kind_of
 from .places import FINDING, VIOLATION, Places, count_rows
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
 from .schema import MAX_LISTED
+from .seen.likely import CERTAIN
 from .sign import CONTENT, KV_HASH
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"

@@ -15,10 +15,10 @@ from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.constants import FailReason
 from ...recorder.trace.header import PoolGroup
 from .cluster import Diagnosis
-from .likely import KNOWN
 from .places import FINDING, Places
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
+from .seen.likely import KNOWN
 
 # A draft's records stand one position further on.
 _NEIGHBOUR: Final = 1

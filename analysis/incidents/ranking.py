@@ -13,11 +13,11 @@ import pyarrow as pa
 from ...kernels.arrays import Int64Array
 from ...replayer.report.findings import ADDED_COLUMNS, uncounted
 from .cluster import Cluster, Diagnosis
-from .evidence import evidence_of
 from .facts import Facts
-from .likely import Likely, branch_of, judged_again, left_open
 from .places import FINDING, Places, count_rows, open_parquet, require_columns
 from .rules import RULES
+from .seen.evidence import evidence_of
+from .seen.likely import Likely, branch_of, judged_again, left_open
 from .sign import Sign
 
 # Clusters past these are not judged one by one; they go with a judged one of the same signs.

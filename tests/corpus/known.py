@@ -16,9 +16,9 @@ import incidents as bench  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 from kvcanary.analysis.incidents.alike import KNOWN_BUGS, KNOWN_SCHEMA  # noqa: E402
-from kvcanary.analysis.incidents.evidence import evidence_of  # noqa: E402
 from kvcanary.analysis.incidents.finding import Incidents  # noqa: E402
-from kvcanary.analysis.incidents.traits import traits_of  # noqa: E402
+from kvcanary.analysis.incidents.seen.evidence import evidence_of  # noqa: E402
+from kvcanary.analysis.incidents.seen.traits import traits_of  # noqa: E402
 from run import BUGS, DATA, look  # noqa: E402
 
 LAB_SEEDS = 6  # of each fault

@@ -2,8 +2,8 @@
 
 from ..cluster import Cluster, Diagnosis, rule
 from ..facts import FACTS_A_SLOT, Fact
-from ..likely import POSSIBLE, REMAINS
-from ..observed import given_what_is_cached, hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
+from ..seen.likely import POSSIBLE, REMAINS
+from ..seen.observed import given_what_is_cached, hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
 from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")

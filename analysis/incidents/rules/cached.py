@@ -2,8 +2,8 @@
 
 from ..cluster import Cluster, Diagnosis, request_query, rule, slot_query
 from ..facts import Fact
-from ..likely import POSSIBLE
-from ..observed import (
+from ..seen.likely import POSSIBLE
+from ..seen.observed import (
     behind_its_end,
     cached_by_nobody,
     filled_while_read,

@@ -3,8 +3,8 @@
 from typing import Final
 
 from ..cluster import Cluster, Diagnosis, rule
-from ..likely import POSSIBLE
-from ..observed import half_of_a_page
+from ..seen.likely import POSSIBLE
+from ..seen.observed import half_of_a_page
 from ..sign import CONTENT, Sign
 
 NOTHING_LANDED: Final = ("nothing_landed", "not_landed_here")

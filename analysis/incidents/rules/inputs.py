@@ -1,7 +1,7 @@
 """What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, samples_query
-from ..observed import (
+from ..seen.observed import (
     begins_behind_its_prompt,
     begins_from_another,
     behind_its_rows_end,

@@ -1,8 +1,8 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
 from ..cluster import Cluster, Diagnosis, rule, slot_query
-from ..likely import POSSIBLE
-from ..observed import may_be_damaged, still_empty, stored_nowhere
+from ..seen.likely import POSSIBLE
+from ..seen.observed import may_be_damaged, still_empty, stored_nowhere
 from .allocation import written_again
 
 

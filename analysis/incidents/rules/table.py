@@ -1,7 +1,7 @@
 """What went wrong with rows, entries and the full-to-SWA table."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, slot_query
-from ..observed import (
+from ..seen.observed import (
     at_the_edge,
     has_its_row,
     its_own_slot,

@@ -2,7 +2,7 @@
 
 from ..cluster import Cluster, Diagnosis, events_query, rule
 from ..facts import Fact
-from ..observed import (
+from ..seen.observed import (
     given_what_is_cached,
     its_own_slot,
     kept_nowhere,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from kvcanary.analysis.incidents.alike import KnownBugs, known_bugs, second_opinion
-from kvcanary.analysis.incidents.evidence import evidence_of
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.analysis.incidents.rules import RULES
-from kvcanary.analysis.incidents.traits import traits_of
+from kvcanary.analysis.incidents.seen.evidence import evidence_of
+from kvcanary.analysis.incidents.seen.traits import traits_of
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ...support.places import DATA
@@ -67,7 +67,8 @@ def test_a_kind_that_other_bugs_do_not_say_is_not_sure(lead) -> None:
     unsure, _ = second_opinion(ranked, KnownBugs(rows=tuple(some)))
     assert unsure.kinds[0][0] == kind
     assert max(one.score for _, one in unsure.kinds) < 0.7
-    # Without any, rules alone speak.
+    # Nothing looks alike, or there is nothing: rules alone speak.
+    assert second_opinion(ranked, KnownBugs(rows=(bug("far", ["kv_changed"], ["nothing of it"]),))) == (ranked, [])
     assert second_opinion(ranked, KnownBugs(rows=())) == (ranked, [])
 
 

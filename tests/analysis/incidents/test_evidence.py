@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from kvcanary.analysis.incidents.cluster import Cluster
-from kvcanary.analysis.incidents.evidence import Held, evidence_of
 from kvcanary.analysis.incidents.facts import Begin, Fact, Facts, Rewrite, SlotFacts
-from kvcanary.analysis.incidents.likely import branch_of
 from kvcanary.analysis.incidents.ranking import rank
+from kvcanary.analysis.incidents.seen.evidence import Held, evidence_of
+from kvcanary.analysis.incidents.seen.likely import branch_of
 from kvcanary.analysis.incidents.sign import POSITION, TOKEN, Sign
 
 READER, OTHER, EVENT = 7, 8, 60

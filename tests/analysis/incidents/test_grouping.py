@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.cluster import Cluster
-from kvcanary.analysis.incidents.evidence import evidence_of
 from kvcanary.analysis.incidents.facts import FACTS_A_SLOT, Fact, Facts, SlotFacts
 from kvcanary.analysis.incidents.finding import find_incidents, read_incidents, write_incidents
-from kvcanary.analysis.incidents.likely import Likely, left_open
 from kvcanary.analysis.incidents.linking import components, page_nodes
-from kvcanary.analysis.incidents.observed import went_elsewhere
 from kvcanary.analysis.incidents.places import read_places
+from kvcanary.analysis.incidents.seen.evidence import evidence_of
+from kvcanary.analysis.incidents.seen.likely import Likely, left_open
+from kvcanary.analysis.incidents.seen.observed import went_elsewhere
 from kvcanary.analysis.incidents.sign import TOKEN, Sign
 from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.trace.header import PoolGroup, TraceHeader

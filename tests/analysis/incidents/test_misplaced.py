@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from kvcanary.analysis.incidents.observed import misplaced
+from kvcanary.analysis.incidents.seen.observed import misplaced
 from kvcanary.analysis.incidents.sign import POSITION, Sign
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvcanary.analysis.incidents.observed import handed_round
+from kvcanary.analysis.incidents.seen.observed import handed_round
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..cluster import Cluster
+from ..sign import Sign
 from . import observed
-from .cluster import Cluster
 from .evidence import Evidence
 from .likely import Likely
-from .sign import Sign
 
 Traits = frozenset[str]
 

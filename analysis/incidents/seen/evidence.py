@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from .cluster import Cluster
-from .facts import Fact
-from .sign import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
+from ..cluster import Cluster
+from ..facts import Fact
+from ..sign import CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, WRITE_TOKEN, Sign
 
 
 class Held(Enum):

@@ -1,9 +1,9 @@
 """What tells mechanisms apart, asked of a cluster: whether its row was moved, where its tokens went, what it left out."""
 
-from ...recorder.trace.schema import SUBMITTED
-from .cluster import Cluster
-from .facts import Fact
-from .sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
+from ....recorder.trace.schema import SUBMITTED
+from ..cluster import Cluster
+from ..facts import Fact
+from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
 
 
 def twice_in_batch(cluster: Cluster) -> bool:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from .cluster import Cluster, Diagnosis
+from ..cluster import Cluster, Diagnosis
+from ..facts import FACTS_A_SLOT
+from ..sign import CONTENT, KV_HASH
 from .evidence import Evidence, Filled, Held
-from .facts import FACTS_A_SLOT
 from .observed import (
     begins_behind_its_prompt,
     begins_from_another,
@@ -49,7 +50,6 @@ from .observed import (
     written_past_its_row,
     wrote_to_padding,
 )
-from .sign import CONTENT, KV_HASH
 
 # No kind is said with this or more that another one could be as well.
 CERTAIN: Final = 0.7
