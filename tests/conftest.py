@@ -52,10 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     numbers: dict[str, int] = {}
     left: list[pytest.Item] = []
     for item in items:
-        if item.get_closest_marker("half") is not None:
+        marker = item.get_closest_marker("one_in")
+        if marker is not None:
             name = item.nodeid.partition("[")[0]
             numbers[name] = numbers.get(name, -1) + 1
-            left += [item] if numbers[name] % 2 else []
+            left += [item] if numbers[name] % marker.args[0] else []
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from ...kernels.arrays import Float64Array
 from .ranking import Ranked
+from .rules import RULES
 from .seen.evidence import evidence_of
 from .seen.likely import CERTAIN, ONLY_LIKELY, POSSIBLE, known_of
 from .seen.traits import Traits, traits_of
@@ -111,7 +112,7 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     """Return a cluster's kinds as they are ranked by rules and by known bugs, and the bugs that look most like it.
 
     A rule that is sure keeps its score if the known bugs say the same; else it is not sure. It stands first all the same, unless next
-    to none of the closest is of its kind, of which there are many.
+    to none of the closest is of its kind, of which there are many: then the kind of theirs that is of the evidence's branch does.
     """
     cluster = ranked.cluster
     if not cluster.has_trace or not known.rows:
@@ -125,13 +126,19 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
         Alike(row["name"], row["tracker"], row["kinds"][0], round(likeness, 3))
         for row, likeness in ((known.rows[n], likeness) for n, likeness in closest[:_LISTED])
     ]
-    kind, share = next(iter(shares.items()))
+    most = max(shares.values())
     best, of = ranked.kinds[0] if ranked.kinds else ("", None)
     sure = of is not None and of.score >= CERTAIN
-    if sure and shares.get(best, 0.0) >= share:
+    if sure and shares.get(best, 0.0) >= most:
         return ranked, alike
+    # What the evidence says of where it went wrong holds for kinds that known bugs say as well.
+    inside = [one for one in shares.items() if ranked.likely.branch in ("", RULES[one[0]].branch)]
+    if not inside and not sure:
+        return ranked, alike
+    fits = best != "" and ranked.likely.branch in ("", RULES[best].branch)
+    kind, share = inside[0] if inside else (best, 0.0)
     few = sure and sum(row["kinds"][0] == best and row["tracker"] != "" for row in known.rows) < _MANY
-    first = best if few or shares.get(best, 0.0) >= _SOME * share else kind
+    first = best if few or not inside or (fits and shares.get(best, 0.0) >= _SOME * most) else kind
     kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in ranked.kinds}
     said = kinds.get(first, known_of(cluster, seen, 0.0))
     kinds[first] = replace(said, score=POSSIBLE if share >= _MOST or (sure and first == best) else ONLY_LIKELY)

@@ -232,7 +232,7 @@ def test_an_engine_that_is_given_up_in_a_window_is_let_go_of(begun: Any) -> None
 def test_a_step_that_cannot_be_recorded_when_another_engine_has_ended_the_window(begun: Any) -> None:
     attachment, recording, processor, closed = begun
 
-    def before_step(_: Any) -> None:
+    def before_step(*_: Any) -> None:
         attachment.windows.wanted = False
         attachment.on_step(object(), None)  # another engine's
         assert closed == [], "it is in a step"
