@@ -141,7 +141,8 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     first = best if few or not inside or (fits and shares.get(best, 0.0) >= _SOME * most) else kind
     kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in ranked.kinds}
     said = kinds.get(first, known_of(cluster, seen, 0.0))
-    kinds[first] = replace(said, score=POSSIBLE if share >= _MOST or (sure and first == best) else ONLY_LIKELY)
+    own = min(of.score, POSSIBLE) if of is not None and first == best else ONLY_LIKELY
+    kinds[first] = replace(said, score=POSSIBLE if first == kind and share >= _MOST else max(own, ONLY_LIKELY))
     kinds.setdefault(kind, known_of(cluster, seen, ONLY_LIKELY))
     order = sorted(kinds.items(), key=lambda item: (item[0] != first, -item[1].score))
     return replace(ranked, kinds=tuple(order)), alike
