@@ -29,7 +29,7 @@ KNOWN_SCHEMA: Final = pa.schema(
 _CLOSEST: Final = 5
 _LISTED: Final = 3
 _ALIKE: Final = 0.3  # what is less alike says nothing
-# The numbers below are chosen by how well the rounds before a round of held-out bugs told its kinds (20 to 39).
+# The numbers below are chosen by how well the rounds before a round of held-out bugs told its kinds (12 to 39).
 _ANOTHER_KIND: Final = 0.7  # what a bug counts for the kinds that cannot be told from its own
 _SHARPNESS: Final = 8  # the power of a likeness that is its weight
 _SOME: Final = 0.3  # of the share that the most frequent kind has: with less, a rule's kind may stand behind that

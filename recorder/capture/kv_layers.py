@@ -36,13 +36,7 @@ class KvLayers:
         """Return the bytes that are looked at of each slot, by its number in the trace, `[n, 16] uint8`."""
         if self._layers is not None:
             return layers.gather(self._layers, self.stream.seed, slots, backend=self._backend)
-        looked = layers.watched_bytes(
-            slots,
-            seed=self.stream.seed,
-            num_layers=len(self.stream.layers),
-            num_chunks=self.stream.num_chunks,
-            backend=self._backend,
-        )
+        looked = self._looked_at(slots)
         return self.source.pieces(slots - self._shift, looked[:, 0], looked[:, 1])
 
     def handed_in(self, slots: Int64Array, rows: Mapping[int, ByteArray], stored: ByteArray) -> ByteArray:
@@ -50,19 +44,23 @@ class KvLayers:
 
         `rows` are what some layers were given for these slots, `[n, bytes_per_token]`, by the layer's number.
         """
-        looked = layers.watched_bytes(
-            slots,
-            seed=self.stream.seed,
-            num_layers=len(self.stream.layers),
-            num_chunks=self.stream.num_chunks,
-            backend=self._backend,
-        )
+        looked = self._looked_at(slots)
         found = stored.copy()
         for layer, given in rows.items():
             mine = np.flatnonzero(looked[:, 0] == self.stream.layers.index(layer))
             at = looked[mine, 1] * KV_ALIGN_BYTES
             found[mine] = given[mine[:, None], at[:, None] + np.arange(KV_ALIGN_BYTES)]
         return found
+
+    def _looked_at(self, slots: Int64Array) -> Int64Array:
+        """Return which layer of the stream's, and which 16 bytes of a token there, each slot's bytes are, `[n, 2]`."""
+        return layers.watched_bytes(
+            slots,
+            seed=self.stream.seed,
+            num_layers=len(self.stream.layers),
+            num_chunks=self.stream.num_chunks,
+            backend=self._backend,
+        )
 
     def plainly_same(self, slots: Int64Array, shadow: ByteArray, known: ByteArray) -> bool:
         """Say whether none of the slots whose bytes are known holds other ones, if that can be told plainly."""
