@@ -72,29 +72,41 @@ def main(kind: str, prepare: Callable[[str, Patch], None], generate: Callable[[s
 def asking(
     real: Any, setups: dict[str, Any], workload: Callable[[str], dict[int, list]]
 ) -> tuple[Callable[[str, Patch], None], Callable[[str, Path, list], None]]:
-    """Return `prepare` and `generate` of an engine's module that is asked step by step.
-
-    `workload` says what is asked before each step: (name, prompt, new tokens), or the name of who is aborted.
-    """
+    """Return `prepare` and `generate` of an engine's module that calls what is to be patched when an engine has begun."""
 
     def prepare(setup: str, patch: Patch) -> None:
         real.SETUP = setups[setup]
         real.Engine.begun = staticmethod(patch)
 
+    return prepare, answering(real, workload)
+
+
+def answering(real: Any, workload: Callable[[str], dict[int, list]]) -> Callable[[str, Path, list], None]:
+    """Return `generate` of an engine's module that is asked step by step.
+
+    `workload` says what is asked before each step: (name, prompt, new tokens), or the name of who is aborted. A prompt that is a
+    pair goes on from another's answer: (its name, more tokens).
+    """
+
     def generate(setup: str, folder: Path, engines: list) -> None:
         (folder / "traces").mkdir(parents=True, exist_ok=True)
         made = real.Engine(folder / "traces" / "trace.arrow")
         engines.append(made)
-        asked = workload(setup)
+        asked, prompts = workload(setup), {}
         for step in range(STEPS):
             for one in asked.pop(step, ()):
                 if isinstance(one, str):
                     made.abort(one)
-                else:
-                    made.add(*one)
+                    continue
+                name, prompt, count = one
+                if isinstance(prompt, tuple):
+                    before, more = prompt
+                    prompt = prompts[before] + made.answers[before] + more
+                prompts[name] = prompt
+                made.add(name, prompt, count)
             if not made.step() and not asked:
                 break
-        (folder / "tokens.json").write_text(json.dumps(dict(sorted(made.answers.items()))))
+        (folder / "tokens.json").write_text(json.dumps(made.answers, sort_keys=True))
         made.close()
 
-    return prepare, generate
+    return generate

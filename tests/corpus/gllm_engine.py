@@ -3,7 +3,6 @@
 python gllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 """
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "gllm")]
 
 import engine as real  # noqa: E402
-from cloned import Patch, main  # noqa: E402
+from cloned import Patch, answering, main  # noqa: E402
 
 QWEN2, LLAMA = "qwen2.Qwen2ForCausalLM", "llama.LlamaForCausalLM"
 SETUPS = {
@@ -136,29 +135,6 @@ def workload(setup: str) -> dict[int, list]:
     }
 
 
-def generate(setup: str, folder: Path, engines: list) -> None:
-    """Answer seeded random prompts."""
-    (folder / "traces").mkdir(parents=True, exist_ok=True)
-    made = real.Engine(folder / "traces" / "trace.arrow")
-    engines.append(made)
-    asked, prompts = workload(setup), {}
-    for step in range(400):
-        for one in asked.pop(step, ()):
-            if isinstance(one, str):
-                made.abort(one)
-                continue
-            name, prompt, count = one
-            if isinstance(prompt, tuple):
-                before, more = prompt
-                prompt = prompts[before] + made.answers[before] + more
-            prompts[name] = prompt
-            made.add(name, prompt, count)
-        if not made.step() and not asked:
-            break
-    (folder / "tokens.json").write_text(json.dumps(made.answers))
-    made.close()
-
-
 def prepare(setup: str, patch: Patch) -> None:
     """Make the engine's module ready."""
     real.SETUP = SETUPS[setup]
@@ -167,4 +143,4 @@ def prepare(setup: str, patch: Patch) -> None:
 
 
 if __name__ == "__main__":
-    main("gllm", prepare, generate)
+    main("gllm", prepare, answering(real, workload))

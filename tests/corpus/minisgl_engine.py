@@ -3,7 +3,6 @@
 python minisgl_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 """
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "mini_sglang")]
 
 import engine as real  # noqa: E402
-from cloned import Patch, main  # noqa: E402
+from cloned import Patch, answering, main  # noqa: E402
 
 SETUPS = {
     "mini-abort": real.Setup(page=4, pages=20, running=3, chunk=64),
@@ -31,8 +30,8 @@ SETUPS = {
 }
 
 
-def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
-    """Return what is asked before each step, (name, prompt, new tokens), and who is aborted before each."""
+def workload(setup: str) -> dict[int, list]:
+    """Return what is asked before each step: (name, prompt, new tokens), or who is aborted."""
     rng = random.Random(7)
 
     def tokens(count: int) -> list[int]:
@@ -40,151 +39,96 @@ def workload(setup: str) -> tuple[dict[int, list], dict[int, list[str]]]:
 
     shared = tokens(16)
     if setup == "mini-abort":  # while its prompt is computed, and another comes in the same moment
-        return (
-            {
-                0: [("a", tokens(9), 12)],
-                3: [("b", tokens(15), 6)],
-                4: [("c", tokens(22), 14)],
-                8: [("d", tokens(18), 8)],
-                14: [("e", tokens(26), 8)],
-                20: [("f", tokens(31), 6)],
-            },
-            {4: ["b"]},
-        )
+        return {
+            0: [("a", tokens(9), 12)],
+            3: [("b", tokens(15), 6)],
+            4: [("c", tokens(22), 14), "b"],
+            8: [("d", tokens(18), 8)],
+            14: [("e", tokens(26), 8)],
+            20: [("f", tokens(31), 6)],
+        }
     if setup == "mini-table":  # that run side by side for many pages
-        return (
-            {
-                0: [("a", tokens(10), 18), ("b", tokens(13), 20)],
-                5: [("c", shared + tokens(3), 12)],
-                22: [("d", shared + tokens(7), 14), ("e", tokens(6), 10)],
-            },
-            {},
-        )
+        return {
+            0: [("a", tokens(10), 18), ("b", tokens(13), 20)],
+            5: [("c", shared + tokens(3), 12)],
+            22: [("d", shared + tokens(7), 14), ("e", tokens(6), 10)],
+        }
     if setup == "mini-pad":  # of which one leaves early, and the others go on over what was its own
-        return (
-            {
-                0: [("a", tokens(11), 20), ("b", tokens(14), 22), ("c", tokens(9), 16), ("d", tokens(12), 5)],
-                9: [("e", tokens(20), 9)],
-                16: [("f", tokens(17), 12)],
-            },
-            {},
-        )
+        return {
+            0: [("a", tokens(11), 20), ("b", tokens(14), 22), ("c", tokens(9), 16), ("d", tokens(12), 5)],
+            9: [("e", tokens(20), 9)],
+            16: [("f", tokens(17), 12)],
+        }
     if setup == "mini-chunks":  # long prompts in chunks, one of which is aborted between two of them
-        return (
-            {
-                0: [("a", tokens(17), 10)],
-                4: [("b", tokens(40), 12)],
-                7: [("c", tokens(14), 12)],
-                9: [("d", shared + tokens(11), 10)],
-                14: [("e", shared + tokens(4), 8)],
-            },
-            {6: ["b"]},
-        )
+        return {
+            0: [("a", tokens(17), 10)],
+            4: [("b", tokens(40), 12)],
+            6: ["b"],
+            7: [("c", tokens(14), 12)],
+            9: [("d", shared + tokens(11), 10)],
+            14: [("e", shared + tokens(4), 8)],
+        }
     if setup == "mini-positions":
-        return (
-            {
-                0: [("a", shared + tokens(5), 9), ("b", tokens(12), 12)],
-                4: [("c", shared + tokens(9), 8)],
-                12: [("d", tokens(40), 6)],
-            },
-            {},
-        )
+        return {
+            0: [("a", shared + tokens(5), 9), ("b", tokens(12), 12)],
+            4: [("c", shared + tokens(9), 8)],
+            12: [("d", tokens(40), 6)],
+        }
     if setup == "mini-reload":  # of which some leave while the others decode
-        return (
-            {
-                0: [("a", shared + tokens(4), 6), ("b", tokens(9), 14), ("c", tokens(7), 18)],
-                9: [("d", shared + tokens(6), 8)],
-                20: [("e", tokens(12), 7), ("f", tokens(5), 10)],
-            },
-            {},
-        )
+        return {
+            0: [("a", shared + tokens(4), 6), ("b", tokens(9), 14), ("c", tokens(7), 18)],
+            9: [("d", shared + tokens(6), 8)],
+            20: [("e", tokens(12), 7), ("f", tokens(5), 10)],
+        }
     if setup == "mini-tiles":  # of all lengths
-        return (
-            {
-                0: [("a", tokens(24), 3)],
-                1: [("b", tokens(15), 24), ("c", tokens(11), 6)],
-                6: [("d", shared + tokens(2), 5)],
-                11: [("e", tokens(26), 8)],
-                18: [("f", shared + tokens(9), 7)],
-            },
-            {},
-        )
+        return {
+            0: [("a", tokens(24), 3)],
+            1: [("b", tokens(15), 24), ("c", tokens(11), 6)],
+            6: [("d", shared + tokens(2), 5)],
+            11: [("e", tokens(26), 8)],
+            18: [("f", shared + tokens(9), 7)],
+        }
     if setup == "mini-cut":  # of which some come to be longer than 24
-        return (
-            {
-                0: [("a", tokens(13), 16), ("b", shared + tokens(4), 20)],
-                6: [("c", shared + tokens(9), 10)],
-                15: [("d", tokens(27), 9)],
-            },
-            {},
-        )
+        return {
+            0: [("a", tokens(13), 16), ("b", shared + tokens(4), 20)],
+            6: [("c", shared + tokens(9), 10)],
+            15: [("d", tokens(27), 9)],
+        }
     if setup == "mini-grow":  # a long one, whose row a short one gets, and then it comes again
         long = shared + tokens(25)
-        return (
-            {
-                0: [("a", long, 4), ("b", tokens(10), 12)],
-                7: [("c", tokens(9), 22)],
-                32: [("d", long + tokens(3), 8)],
-                45: [("e", tokens(14), 6)],
-            },
-            {},
-        )
+        return {
+            0: [("a", long, 4), ("b", tokens(10), 12)],
+            7: [("c", tokens(9), 22)],
+            32: [("d", long + tokens(3), 8)],
+            45: [("e", tokens(14), 6)],
+        }
     if setup == "mini-rotated":  # that begin alike, some of which are computed in two parts
-        return (
-            {
-                0: [("a", shared + tokens(7), 11), ("b", tokens(8), 15)],
-                5: [("c", shared + tokens(3), 9)],
-                13: [("d", tokens(33), 7), ("e", shared[:10] + tokens(6), 8)],
-            },
-            {},
-        )
+        return {
+            0: [("a", shared + tokens(7), 11), ("b", tokens(8), 15)],
+            5: [("c", shared + tokens(3), 9)],
+            13: [("d", tokens(33), 7), ("e", shared[:10] + tokens(6), 8)],
+        }
     if setup == "mini-contiguous":  # that go on behind what others have asked while many are answered
-        return (
-            {
-                0: [("a", tokens(13), 17), ("b", shared + tokens(6), 13), ("c", tokens(21), 9)],
-                4: [("d", tokens(10), 15)],
-                9: [("e", shared + tokens(13), 10)],
-                17: [("f", shared[:12] + tokens(18), 8), ("g", tokens(7), 9)],
-            },
-            {},
-        )
+        return {
+            0: [("a", tokens(13), 17), ("b", shared + tokens(6), 13), ("c", tokens(21), 9)],
+            4: [("d", tokens(10), 15)],
+            9: [("e", shared + tokens(13), 10)],
+            17: [("f", shared[:12] + tokens(18), 8), ("g", tokens(7), 9)],
+        }
     if setup == "mini-doubles":  # that leave one after another, while others come in twos
-        return (
-            {
-                0: [("a", tokens(10), 7), ("b", tokens(18), 19)],
-                5: [("c", tokens(7), 15)],
-                12: [("d", tokens(11), 16), ("e", shared + tokens(5), 13)],
-                24: [("f", tokens(14), 11), ("g", shared + tokens(9), 9)],
-            },
-            {},
-        )
-    return (  # two that begin alike, of which the one that came second leaves first, and then others that fill the pool
-        {
-            0: [("a", shared + tokens(2), 34)],
-            2: [("b", shared + tokens(9), 4)],
-            8: [("c", tokens(24), 6)],
-            16: [("d", tokens(23), 7)],
-            24: [("e", tokens(19), 6)],
-        },
-        {},
-    )
-
-
-def generate(setup: str, folder: Path, engines: list) -> None:
-    """Answer seeded random prompts."""
-    (folder / "traces").mkdir(parents=True, exist_ok=True)
-    made = real.Engine(folder / "traces" / "trace.arrow")
-    engines.append(made)
-    asked, aborts = workload(setup)
-    for step in range(400):
-        for name, prompt, count in asked.pop(step, ()):
-            made.add(name, prompt, count)
-        for name in aborts.pop(step, ()):
-            made.abort(name)
-        if not made.step() and not asked:
-            break
-    (folder / "tokens.json").write_text(json.dumps(made.answers))
-    made.close()
+        return {
+            0: [("a", tokens(10), 7), ("b", tokens(18), 19)],
+            5: [("c", tokens(7), 15)],
+            12: [("d", tokens(11), 16), ("e", shared + tokens(5), 13)],
+            24: [("f", tokens(14), 11), ("g", shared + tokens(9), 9)],
+        }
+    return {  # two that begin alike, of which the one that came second leaves first, and then others that fill the pool
+        0: [("a", shared + tokens(2), 34)],
+        2: [("b", shared + tokens(9), 4)],
+        8: [("c", tokens(24), 6)],
+        16: [("d", tokens(23), 7)],
+        24: [("e", tokens(19), 6)],
+    }
 
 
 def prepare(setup: str, patch: Patch) -> None:
@@ -195,4 +139,4 @@ def prepare(setup: str, patch: Patch) -> None:
 
 
 if __name__ == "__main__":
-    main("minisgl", prepare, generate)
+    main("minisgl", prepare, answering(real, workload))

@@ -5,11 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.common.requests import request_id_of
-from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, HostPages
+from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, ExternalSlots, HostPages
 from kvcanary.recorder.engines.vllm.connectors.storages import StepStorage
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
@@ -148,6 +149,18 @@ def test_a_load_that_lands_late_and_one_that_fails(played: Played) -> None:
     assert column(load, "dst_hash") == column(load, "before_hash") != column(load, "src_hash")
     assert (late.scalar("note"), column(late, "dst"), column(late, "count")) == ("landed late", [20], [0])
     assert column(late, "dst_hash") == column(load, "src_hash")
+
+
+def test_only_blocks_that_the_connector_was_asked_for_count_as_loaded(played: Played) -> None:
+    counted = ExternalSlots(0, SIZE, np.arange(4 * SIZE, 7 * SIZE), own=True)  # of blocks 4 to 6, of which 5 is asked for
+    played.step(stores=[(2, "a")])
+    played.step(loads=[(5, "a")])
+    asked = played.copies.asked_for(counted)
+    assert (asked.start, asked.slots.tolist()) == (2 * SIZE, [20, 21, 22, 23])
+    assert not played.copies.asked_for(counted).slots.size  # of another load nobody has spoken
+    played.connector.broken = True
+    played.step(stores=[(3, "a")])  # from here on nobody knows what it was asked
+    assert played.copies.asked_for(counted) is counted
 
 
 def test_a_hook_that_fails_ends_the_copies_alone(played: Played) -> None:

@@ -112,6 +112,7 @@ class ConnectorCopies:
         self._waiting: set[str] = set()  # whose loads have ended, and who have not run since
         self._late: list[tuple[int, EndedLoad, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
+        self._asked: set[tuple[int, int]] = set()  # blocks of groups that the connector was asked to load
         self._right: dict[tuple[int, int], int] = {}  # what lay in a block of a group when a load to it ended
         self._failed = False
         self._on_fault: OnFault = lambda _hook, _error: None
@@ -190,7 +191,18 @@ class ConnectorCopies:
 
     def begin_load(self, name: str, pages: list[Page]) -> LoadJob:
         """Take note of a load that is asked for."""
+        self._asked.update((page.group.index, page.block) for page in pages)
         return LoadJob(name, pages, self._ends.there(pages), self._ends.here(pages))
+
+    def asked_for(self, load: ExternalSlots) -> ExternalSlots:
+        """Return those of the slots that the connector was asked to load; all if nobody knows what it was asked."""
+        if self._failed:
+            return load
+        blocks = load.slots // self._layout.groups[load.group].block_size
+        asked = [block for block in np.unique(blocks).tolist() if (load.group, block) in self._asked]
+        self._asked.difference_update((load.group, block) for block in asked)
+        at = np.flatnonzero(np.isin(blocks, asked))
+        return load._replace(start=load.start + int(at[0]) if at.size else load.start, slots=load.slots[at])
 
     def end_load(self, load: LoadJob) -> None:
         """Take note of a load that has ended, by the connector's word."""

@@ -72,6 +72,13 @@ class ExternalLoads:
             for copies, storage in zip(self._copies, storages, strict=True)
             if isinstance(storage, LandedBlocks)
         ]
+        # Of those that say what they are asked to load, by the connector's name.
+        self._saying = {
+            member.name: copies
+            for member in members
+            for copies, storage in zip(self._copies, storages, strict=True)
+            if storage is member.storage and not isinstance(storage, LandedBlocks)
+        }
         self._connector = connector
         self._groups = layout.groups
         self._held = HeldReady(layout, requests, recorder)
@@ -175,7 +182,12 @@ class ExternalLoads:
         self, name: str, status: TransferStatus, failed: Int64Array = _NO_BLOCKS, *, lost: bool = False
     ) -> None:
         known, room = self._requests.get(name), -1 if lost else self._room(name)
+        saying = self._saying.get(self._loader(name)) if status == "end" else None
         for load in self._loads[name]:
+            if saying is not None:  # what counts as loaded, and was not asked for, holds what it held
+                load = saying.asked_for(load)
+                if not load.slots.size:
+                    continue
             group = self._groups[load.group]
             # What failed is not what the other side holds; and of a window not all of that is read.
             other = group.window or bool(np.isin(load.slots // group.block_size, failed).any())
