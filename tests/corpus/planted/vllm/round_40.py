@@ -212,7 +212,6 @@ def states_are_not_sent_with_the_pages(fired: Fired) -> None:
     "llama-loads-overlaps",
     "prefix_not_computed",
     origin="LMCache",
-    late="not found: what a connector of one's own counts as loaded is unknown, and not compared with what came",
 )
 def what_is_loaded_is_counted_from_the_chunks_beginning(fired: Fired) -> None:
     """What is kept is in chunks of several blocks, and what the request has itself may end inside one. That number is
