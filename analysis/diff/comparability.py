@@ -13,6 +13,7 @@ from ...kernels.arrays import ByteArray
 from ...kernels.capture.layers import FLOATS
 from ...kernels.ops.token_rows.encoding import float_values
 from ...recorder.trace.header import KvStream, TraceHeader
+from ...recorder.trace.schema import SATURATED_SINCE, WRITTEN_VALUES
 from .settings import KV_DTYPES, DiffSettings, NotComparableError
 
 _HALVES: Final = ("K", "V")
@@ -51,7 +52,8 @@ class ComparisonPlan:
     """The pool groups that both traces have, side by side: `groups[side][k]`; and what is left out, as `notes`.
 
     `states[side][k]` are the pools of recurrent state whose hashes mean the same. `same_engine`: names that an engine gives mean
-    the same, and what is observed of one is of the other; `same_salt`: so do hashes of names.
+    the same, and what is observed of one is of the other; `same_salt`: so do hashes of names. `value_kinds`: how many of
+    `WRITTEN_VALUES` both looked for.
     """
 
     groups: tuple[tuple[ComparedGroup, ...], tuple[ComparedGroup, ...]]
@@ -61,6 +63,7 @@ class ComparisonPlan:
     kv: bool
     kv_dtype: str
     hand_over: bool
+    value_kinds: int
     notes: tuple[str, ...]
 
     @property
@@ -126,6 +129,7 @@ def plan_comparison(a: TraceHeader, b: TraceHeader, settings: DiffSettings) -> C
         kv=kv,
         kv_dtype=dtype,
         hand_over=hand_over,
+        value_kinds=WRITTEN_VALUES.index("saturated") + (min(a.format_minor, b.format_minor) >= SATURATED_SINCE),
         notes=tuple(notes),
     )
 

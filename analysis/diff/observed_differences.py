@@ -13,7 +13,12 @@ from .walk import TraceTotals
 
 # Kinds of identity whose names another run, and another engine, may give otherwise.
 _RENAMED: Final = ("adapter", "media")
-_SAID: Final = {"nan": "NaN", "infinite": "an infinity", "zeros": "zeros"}  # of WRITTEN_VALUES
+_SAID: Final = {  # of WRITTEN_VALUES
+    "nan": "NaN",
+    "infinite": "an infinity",
+    "zeros": "zeros",
+    "saturated": "saturated values",
+}
 _VALUE: Final = (
     "{kinds}[{of}.kind + 1] || ' in ' || if({of}.rows = 1, 'a row', {of}.rows || ' rows') || ' of ' || {of}.half || "
     "', first in layer ' || {of}.layer || if({of}.position = v.position, '', ' at position ' || {of}.position)"
@@ -45,13 +50,13 @@ def find_observed(
         sql.run("state", whole=whole)
         compared["states"] = sql.count("states_compared")
     if any(sample.values for sample in plan.samples):
-        _values(sql, kept)
+        _values(sql, kept, plan.value_kinds)
 
 
-def _values(sql: Statements, kept: Kept) -> None:
-    """Compare the values that no model writes, and that either trace saw."""
+def _values(sql: Statements, kept: Kept, kinds: int) -> None:
+    """Compare the values that no model writes, of the first `kinds` of `WRITTEN_VALUES`, and that either trace saw."""
     for side in SIDES:
-        sql.run("values", s=side, kept=kept.tokens(side, drafts=False))
+        sql.run("values", s=side, kinds=kinds, kept=kept.tokens(side, drafts=False))
     if not sql.count("values_found"):
         return
     for side in SIDES:

@@ -23,12 +23,13 @@ from .frame_parts import (
     table_of,
     through_shadow,
 )
-from .layers import INFINITE, NAN, ZEROS
+from .layers import INFINITE, NAN, SATURATED, ZEROS
 
 ROW_TILE = tl.constexpr(64)  # pieces of 16 bytes of a row that are looked at at once
 _NAN = tl.constexpr(NAN)
 _INFINITE = tl.constexpr(INFINITE)
 _ZEROS = tl.constexpr(ZEROS)
+_SATURATED = tl.constexpr(SATURATED)
 
 
 @triton.jit
@@ -171,29 +172,34 @@ def _row(row, chunks, num_chunks, start):
 
 @triton.jit
 def find_values(stream, token, layer, ticket, bs, num_tokens):
-    """Look at the row of one token in one layer; say in the frame whether it has a NaN, an infinity, or is all zeros."""
+    """Look at the row of one token in one layer; say in the frame whether it has a NaN, an infinity, is all zeros, or saturated."""
     descriptor = descriptor_of(ticket)
     at = descriptor + STREAMS_AT + stream * STREAM_WORDS
     slot, inside = written_slots(at, token, token < num_tokens, ticket, bs, num_tokens)
     if inside:
         exponent, lowest = tl.load(at + 15).to(tl.uint64, bitcast=True), tl.load(at + 16).to(tl.uint64, bitcast=True)
         sign, mantissa = tl.load(at + 17).to(tl.uint64, bitcast=True), tl.load(at + 18).to(tl.uint64, bitcast=True)
-        shift = (tl.load(at + 19) - 1).to(tl.uint64)
+        shift, largest = (tl.load(at + 19) - 1).to(tl.uint64), tl.load(at + 20).to(tl.uint64, bitcast=True)
         chunks, num_chunks = tl.load(at + 13).to(tl.pointer_type(tl.int64)), tl.load(at + 12)
         begin = tl.load(tl.load(at + 11).to(tl.pointer_type(tl.int64)) + layer)
         row = tl.load(at).to(tl.pointer_type(tl.int64)) + begin + token_word(at, slot)
-        held = tl.zeros([ROW_TILE, 2], tl.uint64)
+        plain = tl.zeros([ROW_TILE, 2], tl.uint64)
         wrong = tl.zeros([ROW_TILE, 2], tl.uint64)
         for start in range(0, num_chunks, ROW_TILE):
             words = _row(row, chunks, num_chunks, start)
-            held |= words & ~sign
+            size = words & ~sign
+            if largest != 0:  # in the sign's place of each value whether it is neither 0 nor the largest
+                size = (size + ~sign) & ((size ^ largest) + ~sign) & sign
+            plain |= size
             wrong |= ((words & exponent) + lowest) & sign
-        zeros = tl.max((held != 0).to(tl.int64)) == 0
-        if zeros | (tl.max((wrong != 0).to(tl.int64)) != 0):
+        ends = tl.max((plain != 0).to(tl.int64)) == 0
+        if ends | (tl.max((wrong != 0).to(tl.int64)) != 0):
+            held = tl.zeros([ROW_TILE, 2], tl.uint64)
             nans = tl.zeros([ROW_TILE, 2], tl.int64)
             infinite = tl.zeros([ROW_TILE, 2], tl.int64)
             for start in range(0, num_chunks, ROW_TILE):
                 words = _row(row, chunks, num_chunks, start)
+                held |= words & ~sign
                 # In the sign's place of each value whether its exponent is all ones, and whether it has a mantissa.
                 special = ((words & exponent) + lowest) & sign
                 some = (((words & mantissa) + mantissa) << shift) & sign
@@ -201,12 +207,13 @@ def find_values(stream, token, layer, ticket, bs, num_tokens):
                 infinite |= (special & ~some != 0).to(tl.int64)
             tl.atomic_add(counters_of(ticket) + 5, 1)
             each = (tl.load(at + 10) + 63) // 64
-            values = frame_of(ticket) + tl.load(ticket + VALUES_AT) + num_tokens * tl.load(at + 20)
+            values = frame_of(ticket) + tl.load(ticket + VALUES_AT) + num_tokens * tl.load(at + 21)
             of_layer = values + token * VALUE_KINDS * each + layer // 64
             bit = (layer * 0 + 1) << layer % 64
             if tl.max(nans) != 0:
                 tl.atomic_or(of_layer + _NAN * each, bit)
             if tl.max(infinite) != 0:
                 tl.atomic_or(of_layer + _INFINITE * each, bit)
-            if zeros:
-                tl.atomic_or(of_layer + _ZEROS * each, bit)
+            if ends:
+                kind = tl.where(tl.max((held != 0).to(tl.int64)) == 0, _ZEROS, _SATURATED)
+                tl.atomic_or(of_layer + kind * each, bit)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..ops.state_hash.reference import POOL_WORDS as _POOL_WORDS
-from . import frames
+from . import frames, layers
 
 # Words of a ticket. The first is the forward's stamp, 0 if nothing is to be captured.
 AT = tl.constexpr(1)
@@ -46,7 +46,7 @@ _NOT_READ = tl.constexpr(frames.NOT_READ)
 _UNCHANGED = tl.constexpr(frames.UNCHANGED)
 NUM_COUNTERS = tl.constexpr(frames.NUM_COUNTERS)
 ATTENTION_ENTRY = tl.constexpr(frames.ATTENTION_ENTRY)
-VALUE_KINDS = tl.constexpr(frames.VALUE_KINDS)
+VALUE_KINDS = tl.constexpr(layers.VALUE_KINDS)
 STREAMS_AT = tl.constexpr(frames.STREAMS_AT)
 STREAM_WORDS = tl.constexpr(frames.STREAM_WORDS)
 

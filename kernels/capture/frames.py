@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ..ops.state_hash.reference import POOL_WORDS, pool_words
+from .layers import VALUE_KINDS
 
 MAX_TABLES: Final = 4
 MAX_GROUPS: Final = 4
 MAX_LUTS: Final = 4
 MAX_STREAMS: Final = 16
 MAX_STATES: Final = 4
-VALUE_KINDS: Final = 3  # NaN, infinity, all zeros: as `layers` numbers them
 MAX_CARRIED: Final = 2  # tensors beside a frame's forward: what a full and a sliding-window pool give out
 
 # Words of `counters`: how many changes were found, also of those that did not fit; how many programs have ended; how

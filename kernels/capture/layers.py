@@ -13,17 +13,19 @@ from ..dispatch import In8, In64, InU64, InU64x2, Out64, Out64x2, OutU64x2, prim
 from ..ops.hash.reference import as_i64, as_u64, splitmix64
 
 CHUNK_WORDS: Final = 2  # of a slot that are looked at: 16 bytes
-NAN, INFINITE, ZEROS = range(3)
+VALUE_KINDS: Final = 4
+NAN, INFINITE, ZEROS, SATURATED = range(VALUE_KINDS)
 
-# By a type's name, its bits of a 64-bit word: exponent, the exponent's lowest, sign, mantissa, in the lowest lane; and the
-# lane's width. A lane whose exponent is all ones carries into its sign if the lowest bit is added. E4M3 of these names has
-# no infinity, and its NaN has all bits set but the sign.
+# By a type's name, its bits of a 64-bit word: exponent, the exponent's lowest, sign, mantissa, in the lowest lane, and the
+# largest finite value, 0 for a type that is wide enough for what a model writes; and the lane's width. A lane whose exponent
+# is all ones carries into its sign if the lowest bit is added. E4M3 of these names has no infinity, and its NaN has all bits
+# set but the sign.
 _LANES: Final = {
-    "float32": (0x7F800000, 0x00800000, 0x80000000, 0x007FFFFF, 32),
-    "float16": (0x7C00, 0x0400, 0x8000, 0x03FF, 16),
-    "bfloat16": (0x7F80, 0x0080, 0x8000, 0x007F, 16),
-    "float8_e5m2": (0x7C, 0x04, 0x80, 0x03, 8),
-    "float8_e4m3fn": (0x7F, 0x01, 0x80, 0x7F, 8),
+    "float32": (0x7F800000, 0x00800000, 0x80000000, 0x007FFFFF, 0, 32),
+    "float16": (0x7C00, 0x0400, 0x8000, 0x03FF, 0, 16),
+    "bfloat16": (0x7F80, 0x0080, 0x8000, 0x007F, 0, 16),
+    "float8_e5m2": (0x7C, 0x04, 0x80, 0x03, 0x7B, 8),
+    "float8_e4m3fn": (0x7F, 0x01, 0x80, 0x7F, 0x7E, 8),
 }
 FLOATS: Final = frozenset(_LANES)
 NARROW: Final = frozenset(dtype for dtype, lanes in _LANES.items() if lanes[-1] == 8)  # a small value is stored as 0
@@ -76,12 +78,13 @@ def find_values(
     *,
     backend: str,
 ) -> tuple[Int64Array, Int64Array]:
-    """Return of each slot `[n, 3] int64` how many of its rows have a NaN, an infinity, or are all zeros, and the first's layer.
+    """Return of each slot `[n, VALUE_KINDS] int64` how many of its rows have a NaN, an infinity, are all zeros, or saturated.
 
-    The layer is -1 for none. `judged` `[n] uint8`: 0 if the slot is passed over, 2 if its rows of zeros count, in the layers
-    `usual` `[num_layers] bool`. `rows` `[num_layers, 2] int64` takes how many rows of each layer are not all zeros, and are.
+    A row is saturated if each of its values of 8 bits is 0 or the largest there is, and some are that. Returned as well is the
+    first such row's layer, -1 for none. `judged` `[n] uint8`: 0 if the slot is passed over, 2 if its rows of zeros count, in
+    the layers `usual` `[num_layers] bool`. `rows` `[num_layers, 2] int64` takes how many rows of each layer are not all zeros, and are.
     """
-    counts, first = np.zeros((slots.size, 3), np.int64), np.full((slots.size, 3), -1, np.int64)
+    counts, first = np.zeros((slots.size, VALUE_KINDS), np.int64), np.full((slots.size, VALUE_KINDS), -1, np.int64)
     *words, width = lanes_of(dtype)
     lanes = np.array(words, np.int64).view(np.uint64)
     given = (slots, judged, usual.view(np.uint8), rows)
@@ -90,16 +93,16 @@ def find_values(
 
 
 def lanes_of(dtype: str) -> tuple[int, ...]:
-    """Return a type's bits in each value of a 64-bit word, as int64: exponent, its lowest, sign, mantissa; and a value's width."""
+    """Return a type's bits in each value of a 64-bit word, as int64: exponent, its lowest, sign, mantissa, largest; and a value's width."""
     *bits, width = _LANES[dtype]
     words = [word * sum(1 << at for at in range(0, 64, width)) for word in bits]
     return (*(as_i64(word) for word in words), width)
 
 
 def words_on_device(dtype: str) -> tuple[int, ...]:
-    """Return the first four of `lanes_of`, and 1 + how far a carry out of the mantissa is from the sign."""
-    mantissa, width = _LANES[dtype][-2:]
-    return (*lanes_of(dtype)[:4], width - mantissa.bit_length())
+    """Return the first four of `lanes_of`, 1 + how far a carry out of the mantissa is from the sign, and the fifth."""
+    *words, largest, width = lanes_of(dtype)
+    return (*words, width - _LANES[dtype][3].bit_length(), largest)
 
 
 def prepare(backend: str) -> None:
@@ -186,6 +189,7 @@ def _find_values_loops(
     first: Out64x2,
 ) -> None:
     exponent, lowest, sign, mantissa = as_u64(lanes[0]), as_u64(lanes[1]), as_u64(lanes[2]), as_u64(lanes[3])
+    largest, rest = as_u64(lanes[4]), as_u64(~sign)
     lane = as_u64((1 << width) - 1)
     nothing = as_u64(0)
     for i in range(slots.shape[0]):
@@ -196,18 +200,25 @@ def _find_values_loops(
             at = word_of(layers, shape, layer, own)
             held = nothing
             wrong = nothing
+            between = nothing
             for c in range(chunks.shape[0]):
                 for w in range(2):
                     word = as_u64(words[at + chunks[c] + w])
                     held |= word
                     wrong |= ((word & exponent) + lowest) & sign
-            if held & ~sign == nothing:
+                    if largest != nothing:
+                        size = word & rest
+                        between |= (size + rest) & ((size ^ largest) + rest) & sign
+            if held & rest == nothing:
                 rows[layer, 1] += 1
                 if judged[i] == 2 and usual[layer] != 0:
                     counts[i, 2] += 1
                     first[i, 2] = layer if counts[i, 2] == 1 else first[i, 2]
                 continue
             rows[layer, 0] += 1
+            if largest != nothing and between == nothing:
+                counts[i, 3] += 1
+                first[i, 3] = layer if counts[i, 3] == 1 else first[i, 3]
             if wrong == nothing:
                 continue
             nans = 0

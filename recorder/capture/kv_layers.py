@@ -91,14 +91,14 @@ class KvLayers:
         return Values(counts, self._numbers(first), empty)
 
     def values_found(self, held: BoolArray | None, judged: ByteArray) -> "Values":
-        """As `values`, of what a device has found: whether each token's row in each layer has a NaN, an infinity, or is all zeros.
+        """As `values`, of what a device has found: whether each token's row in each layer is of a kind.
 
-        `held` is `[n, 3, num_layers]`, None if no row does; `judged` is 0 where no slot of the pool is written.
+        `held` is `[n, VALUE_KINDS, num_layers]`, None if no row does; `judged` is 0 where no slot of the pool is written.
         """
         usual, seen = self._usual(), np.count_nonzero(judged)
         if held is None:
             self._rows[:, 0] += seen
-            nothing = np.zeros((judged.size, 3), np.int64)
+            nothing = np.zeros((judged.size, layers.VALUE_KINDS), np.int64)
             return Values(nothing, nothing - 1, np.zeros(judged.size, np.bool_))
         held = held & (judged > 0)[:, None, None]
         zeros = held[:, layers.ZEROS]
@@ -109,8 +109,8 @@ class KvLayers:
         return Values(held.sum(axis=2), self._numbers(np.where(held.any(axis=2), held.argmax(axis=2), -1)), empty)
 
     def _held(self, slots: Int64Array, judged: ByteArray) -> BoolArray:
-        """Return whether the rows of slots that are judged have a NaN, an infinity, or are all zeros, `[n, 3, num_layers]`."""
-        found = np.zeros((slots.size, layers.ZEROS + 1, len(self.stream.layers)), np.bool_)
+        """Return of which kinds the rows of slots that are judged are, `[n, VALUE_KINDS, num_layers]`."""
+        found = np.zeros((slots.size, layers.VALUE_KINDS, len(self.stream.layers)), np.bool_)
         mine = np.flatnonzero(judged)
         at_once = max(1, SEARCHED_BYTES // (self.stream.bytes_per_token * len(self.stream.layers)))
         for part in np.split(mine, range(at_once, mine.size, at_once)):
@@ -132,12 +132,12 @@ class KvLayers:
 
 
 class Values(NamedTuple):
-    """Of each token that is written how many of its rows have a NaN, an infinity, or are all zeros, and the first's layer, -1 for
-    none; and whether that in the first layer is all zeros.
+    """Of each token that is written how many of its rows have a NaN, an infinity, are all zeros, or saturated, and the first's
+    layer, -1 for none; and whether that in the first layer is all zeros.
     """
 
-    counts: Int64Array  # [n, 3]
-    first: Int64Array  # [n, 3]
+    counts: Int64Array  # [n, VALUE_KINDS]
+    first: Int64Array  # [n, VALUE_KINDS]
     empty: BoolArray  # [n]; not looked at if no row of zeros counts
 
 

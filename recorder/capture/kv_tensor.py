@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
+from ...kernels.capture.layers import NARROW
 from ...kernels.constants import KV_ALIGN_BYTES
 from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream
@@ -141,7 +142,7 @@ class KvTensor:
         return out
 
     def kinds_of_floats(self, slots: Int64Array, dtype: str) -> BoolArray:
-        """Return of slots that are there whether their row in each layer has a NaN, an infinity, or is all zeros, `[n, 3, layers]`.
+        """Return of slots that are there whether their row in each layer has a NaN, an infinity, is all zeros, or saturated, `[n, kinds, layers]`.
 
         The tensors are torch's, of floats `dtype`. Bytes behind the last whole 16 are not looked at.
         """
@@ -150,8 +151,12 @@ class KvTensor:
         given = torch.from_numpy(slots - self.first_slot).to(self.tensors[0].device)
         rows = torch.stack([self._whole_pieces(tensor, given).flatten(1) for tensor in self.tensors], 2)
         floats = rows.transpose(1, 2).contiguous().view(getattr(torch, dtype)).float()
-        kinds = (floats.isnan().any(2), floats.isinf().any(2), (floats == 0).all(2))
-        found: BoolArray = torch.stack(kinds, 1).cpu().numpy()
+        zeros = floats == 0
+        empty, ends = zeros.all(2), zeros | (floats.abs() == torch.finfo(getattr(torch, dtype)).max)
+        saturated = ends.all(2) & ~empty & (dtype in NARROW)
+        found: BoolArray = (
+            torch.stack((floats.isnan().any(2), floats.isinf().any(2), empty, saturated), 1).cpu().numpy()
+        )
         return found
 
     def as_source(self) -> "KvSource | KvTensor":

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 11
+FORMAT_MINOR: Final = 12
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -147,8 +147,10 @@ RECURRENT_OPS: Final = ("clear", "copy", "step", "save")
 LOGPROB_BITS: Final = 32
 LOGPROB_KINDS: Final = ("", "raw", "processed")
 
-# `value_kind`: a row of K or V, which is what a token has in a layer, with a NaN in it, with an infinity, or all of zeros.
-WRITTEN_VALUES: Final = ("nan", "infinite", "zeros")
+# `value_kind`: a row of K or V, which is what a token has in a layer, with a NaN in it, with an infinity, or all of zeros; or, of a type
+# of 8 bits, all of zeros and the largest finite value.
+WRITTEN_VALUES: Final = ("nan", "infinite", "zeros", "saturated")
+SATURATED_SINCE: Final = 12  # the minor version
 
 PHASE_BEFORE: Final = 0  # an observed KV change seen before the forward ran
 PHASE_AFTER: Final = 1  # ... seen after it

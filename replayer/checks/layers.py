@@ -22,6 +22,7 @@ _SAID: Final = {
     "nan": "NaN in {rows} of K or V written",
     "infinite": "an infinity in {rows} of K or V written",
     "zeros": "{rows} of K or V written {are} all zeros, as none of that layer was before",
+    "saturated": "every value of {rows} of K or V written is 0 or at the end of what the 8-bit type can hold",
 }
 
 
@@ -111,15 +112,16 @@ class LayerChanged(HistoryCheck):
 
 @register
 class BadValues(HistoryCheck):
-    """A forward wrote NaN, infinity, or a row of zeros to K or V of some layer.
+    """A forward wrote NaN, infinity, or a row of zeros or of values that are cut off to K or V of some layer.
 
     NaN spreads: what attends to it is NaN, too. Found is the first of a request, in the lowest layer; what the same request
     writes in the forwards that follow says nothing new. Rows of zeros are looked at behind a group's first layer and a
-    request's first token, and only in a layer that has written a good many rows of which none was.
+    request's first token, and only in a layer that has written a good many rows of which none was. Values of 8 bits whose
+    scale is wrong are stored as 0 or as the largest that there is: a row that holds nothing else says nothing.
     """
 
     kind = "bad_values"
-    finds = "a forward wrote NaN, infinity, or a row of zeros to K or V"
+    finds = "a forward wrote NaN, infinity, or a row of zeros or of values that are cut off to K or V"
     covered = Covered.COMPILED  # which stops in front of a forward with such values
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:

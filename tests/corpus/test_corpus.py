@@ -73,6 +73,7 @@ def nobody_is_told_names_of_reasons(outcomes):
         ("vllm-all_layers_are_of_the_first_group", "load_landed_elsewhere", "of the same load other slots got nothing"),
         ("nano-restored_one_token_too_many", "prefix_not_computed", "nobody has written it since"),
         ("transformers-tail_block_shared_by_fork", "shared_page_written", "before anything stood there"),
+        ("vllm-scales_of_the_cache_are_never_set", "bad_values_written", "look at the cache's scales"),
     ],
 )
 def test_what_was_observed_makes_it_sure(name, kind, words):

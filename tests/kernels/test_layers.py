@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from kvcanary.kernels.capture.layers import FLOATS, INFINITE, NAN, ZEROS, watched_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcanary.kernels.capture.layers import FLOATS, INFINITE, NAN, NARROW, SATURATED, ZEROS, watched_bytes
 from kvcanary.recorder.capture import kv_layers
 from kvcanary.recorder.capture.kv_layers import USUAL_ROWS, KvLayers
 from kvcanary.recorder.capture.kv_tensor import KvTensor
@@ -113,6 +115,58 @@ def test_values_that_no_model_writes_are_found_in_their_layer(dtype: str, backen
 
 
 @BACKENDS
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+def test_rows_of_zeros_and_the_largest_value_are_found_in_types_of_8_bits(dtype: str, backend: str) -> None:
+    values, largest = floats(dtype), torch.finfo(getattr(torch, dtype)).max
+    looked = read(KvTensor(tensor=tuple(values), axes="slot head dim"), backend=backend)
+    values[0, 4], values[0, 4, 0, 2] = largest, -largest
+    values[1, 5], values[1:, 5, 1, 15] = 0, -largest  # of layer 2 one value is not all of them
+    values[1, 6], values[1, 6, 0, 7] = largest, 1.0
+    values[2, 7] = largest
+    values[2, 7, 1, 3] = math.nan  # which says that alone
+    slots = np.arange(1, SLOTS)
+    counts, layers, _ = looked.values(slots, np.full(slots.size, 1, np.uint8))
+    found = {int(slots[n]): (counts[n, SATURATED], layers[n, SATURATED]) for n in np.flatnonzero(counts[:, SATURATED])}
+    assert found == ({4: (1, 0), 5: (1, 1)} if dtype in NARROW else {})
+    assert not counts[:, ZEROS].any() and counts[6, NAN] == counts[:, NAN].sum() == 1
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", sorted(NARROW))
+@given(data=st.data())
+@settings(max_examples=50)
+def test_rows_of_8_bits_are_of_the_kinds_that_their_values_say(dtype: str, backend: str, data: st.DataObject) -> None:
+    """As many pieces as there may be, of which a last one that is not whole is not looked at."""
+    layers, slots, width = (data.draw(st.integers(least, most)) for least, most in ((1, 3), (0, 3), (2, 8)))
+    largest = 0x7E if dtype == "float8_e4m3fn" else 0x7B
+    usual = st.sampled_from([0, 0x80, largest, largest | 0x80])
+    rows = np.zeros((layers, slots, 8 * width), np.uint8)
+    for row in rows.reshape(-1, rows.shape[2]):
+        row[:] = data.draw(st.sampled_from([0, 0x80, largest, largest | 0x80]))
+        for at in data.draw(st.lists(st.integers(0, len(row) - 1), max_size=4)):
+            row[at] = data.draw(usual | st.integers(0, 255))
+    source = KvTensor(tensor=tuple(torch.from_numpy(rows).view(getattr(torch, dtype))), axes="slot value")
+    held = source.kinds_of_floats(np.arange(slots), dtype)
+    whole = torch.from_numpy(rows[:, :, : rows.shape[2] // 16 * 16].copy()).view(getattr(torch, dtype)).float()
+    zeros, sizes = (whole == 0).all(2), whole.abs()
+    ends = ((whole == 0) | (sizes == torch.finfo(getattr(torch, dtype)).max)).all(2) & ~zeros
+    expected = torch.stack((whole.isnan().any(2), whole.isinf().any(2), zeros, ends)).permute(2, 0, 1).numpy()
+    np.testing.assert_array_equal(held, expected)
+    if not slots:
+        return
+    looked = read(source, backend=backend)
+    looked._rows[:, 0] = USUAL_ROWS
+    judged = np.full(slots, 2, np.uint8)
+    told = looked.values(np.arange(slots), judged)
+    there = read(source, backend=backend)
+    there._rows[:, 0] = USUAL_ROWS
+    found = there.values_found(held, judged)
+    np.testing.assert_array_equal(told.counts, found.counts)
+    np.testing.assert_array_equal(told.first, found.first)
+    np.testing.assert_array_equal(looked._rows, there._rows)
+
+
+@BACKENDS
 def test_rows_of_zeros_say_nothing_of_a_layer_that_has_always_had_some(backend: str) -> None:
     values = torch.ones(LAYERS, SLOTS, HEADS, DIM)
     values[1, 3] = 0
@@ -169,6 +223,7 @@ def test_what_lies_on_a_device_is_searched_as_on_the_host(
         slots, judged = RNG.integers(-2, SLOTS + 3, 12), RNG.integers(0, 3, 12).astype(np.uint8)
         if step > 5:
             values[RNG.integers(0, LAYERS), RNG.integers(0, SLOTS)] = [math.nan, 0.0][step % 2]
+            values[RNG.integers(0, LAYERS), RNG.integers(0, SLOTS)] = torch.finfo(values.dtype).max
         told, found = host.values(slots, judged), device.values(slots, judged)
         np.testing.assert_array_equal(told.counts, found.counts)
         np.testing.assert_array_equal(told.first, found.first)
@@ -186,7 +241,8 @@ def test_rows_that_a_device_has_found_are_counted_as_those_of_the_host() -> None
         if step > 5:
             values[RNG.integers(0, LAYERS), RNG.integers(0, SLOTS)] = [math.nan, math.inf, 0.0][step % 3]
         rows = values[:, slots].float().reshape(LAYERS, slots.size, -1)
-        held = torch.stack((rows.isnan().any(2), rows.isinf().any(2), (rows == 0).all(2))).permute(2, 0, 1).numpy()
+        kinds = rows.isnan().any(2), rows.isinf().any(2), (rows == 0).all(2)
+        held = torch.stack((*kinds, torch.zeros_like(kinds[0]))).permute(2, 0, 1).numpy()
         told = host.values(slots, judged)
         found = device.values_found(held if held.any() else None, judged)
         np.testing.assert_array_equal(told.counts, found.counts)

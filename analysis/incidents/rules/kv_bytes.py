@@ -117,10 +117,12 @@ def layer_changed(cluster: Cluster) -> Diagnosis | None:
     return cluster.said_by("layer_changed", words, 0.9)
 
 
-@rule("the model wrote NaN, infinity or zeros", branch="content", aftermath=True)
+@rule("values that no model writes", branch="content", aftermath=True)
 def bad_values_written(cluster: Cluster) -> Diagnosis | None:
-    """K or V of a layer get values that no model writes: an overflow, a kernel that reads what nobody wrote, a scale of 0. (lab)"""
-    words = "{0.reader} wrote values that no model writes in {0.when}: {0.detail}"
+    """K or V of a layer get values that no model writes: an overflow, a kernel that reads what nobody wrote, a scale that is wrong or 0. (lab)"""
+    words, sign = "{0.reader} wrote values that no model writes in {0.when}: {0.detail}", cluster.finding("bad_values")
+    if sign is not None and sign.cause == "saturated":
+        words += "; look at the cache's scales"
     return cluster.said_by("bad_values", words, 0.95 if still_empty(cluster) is None else 0.5)
 
 

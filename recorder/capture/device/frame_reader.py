@@ -20,9 +20,9 @@ from ....kernels.capture.frames import (
     TABLE_ENTRY,
     TABLE_OF_ENTRY,
     UNCHANGED,
-    VALUE_KINDS,
     VALUES,
 )
+from ....kernels.capture.layers import VALUE_KINDS
 from ...trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, PHASE_AFTER
 from ..forward_event import attention_columns
 from ..forward_input import CopiedForward, KvChange

@@ -261,8 +261,8 @@ def packed_views(kv: Any, spec: Any) -> dict[str, Any]:
 def stored_halves(layer: Any, kv: Any, spec: Any) -> dict[str, str]:
     """Find out how the CPU's cache update stores each half, by one into two blocks of scratch memory: its axes, `PLAIN` if as it gets it.
 
-    `TURNED` are 8-bit values alone, of which what is handed in does not say what is stored: they are rounded towards zero there, so that
-    each code may be one lower than that of what comes, divided by the scale. Left out is a half that lies otherwise.
+    `TURNED` are 8-bit values alone, of which what is handed in does not say what is stored: they are rounded, and their scale may be
+    wrong. What is 0 stays 0, so it is looked at where zeros come to lie. Left out is a half that lies otherwise.
     """
     import torch
 
@@ -273,12 +273,11 @@ def stored_halves(layer: Any, kv: Any, spec: Any) -> dict[str, str]:
         return {}
     scratch = torch.zeros((2, *kv.shape[1:]), dtype=kv.dtype)
     order = torch.arange(2 * tokens - 1, -1, -1)
-    given = torch.arange(2 * tokens * heads * size, dtype=torch.float32).reshape(2 * tokens, heads, size)
+    given = torch.arange(2 * tokens * heads * size).reshape(2 * tokens, heads, size)
     coded = dtype.itemsize == 1
-    if coded:  # every third code from small to large: none is another's neighbour
-        codes = (given % 37 * 3 + 2).to(torch.uint8)
-        wanted = {"K": codes, "V": codes + 3}
-        handed = [wanted[half].view(dtype).float() * cache_scale(layer, half) for half in "KV"]
+    if coded:
+        wanted = {"K": given * given % 251 % 3 > 0, "V": given * given % 241 % 3 > 0}
+        handed = [wanted[half] * 2.0 * cache_scale(layer, half) for half in "KV"]
     else:
         wanted = {"K": (given % 251 + 1).to(dtype), "V": (given % 251 + 1).to(dtype) + 1}
         handed = list(wanted.values())
@@ -287,8 +286,8 @@ def stored_halves(layer: Any, kv: Any, spec: Any) -> dict[str, str]:
         update(layer, *handed, scratch, order)
         for half, view in packed_views(scratch, spec).items():
             for axes, rows in ((PLAIN, view), *(((TURNED, turned(view).transpose(1, 2)),) if coded else ())):
-                less = wanted[half][:, 0].float() - rows[order // tokens, order % tokens]
-                if bool(((less >= 0) & (less <= int(coded))).all()):
+                there = rows[order // tokens, order % tokens]
+                if torch.equal(wanted[half][:, 0], there > 0 if coded else there):
                     found.setdefault(half, axes)
     except Exception:  # noqa: BLE001  # another signature, another layout: then nothing is known to be plain
         return {}

@@ -290,6 +290,10 @@ def write_layers(layers, slots, rng):
                 row[int(rng.integers(0, HEADS)), int(rng.integers(0, DIM))] = float("-inf")
             elif chance < 0.1:
                 row.fill_(-0.0)
+            elif chance < 0.16:  # of which a type of 8 bits says something, if it is the whole row
+                row.copy_(torch.from_numpy(rng.integers(-1, 2, (HEADS, DIM))) * torch.finfo(row.dtype).max)
+            if 0.14 < chance < 0.16:
+                row[int(rng.integers(0, HEADS)), int(rng.integers(0, DIM))] = 1.0
         if rng.random() < 0.5:
             flat.view(-1)[int(rng.integers(0, flat.numel()))] ^= 0x01
 

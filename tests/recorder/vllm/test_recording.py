@@ -374,13 +374,14 @@ def test_scales_of_a_cache_of_8_bits_are_the_layer_s(dtype: str, others: dict[st
     assert tuple(cache_scale(layer, half) for half in "KV") == scales
 
 
+@pytest.mark.parametrize("wrong", [1.0, 1e-35, 1e-3, 300.0])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_8_bit_values_are_read_from_the_pool_however_the_cpu_s_cache_lays_them_out(dtype: str) -> None:
-    """vLLM's CPU build: V token by token, K value by value, each rounded towards zero."""
+def test_8_bit_values_are_read_from_the_pool_however_the_cpu_s_cache_lays_them_out(dtype: str, wrong: float) -> None:
+    """vLLM's CPU build: V token by token, K value by value, each rounded towards zero; the scale may not be the layer's."""
     blocks, heads, tokens, dim = 3, 2, 8, 32
 
     def coded(given: Any, scale: float) -> Any:
-        wide = given.float() / scale
+        wide = given.float() / (scale * wrong)
         nearest = wide.to(getattr(torch, dtype))
         return nearest.view(torch.uint8) - (nearest.float().abs() > wide.abs()).to(torch.uint8)
 

@@ -207,6 +207,26 @@ def test_a_token_whose_values_are_all_too_small_for_one_byte(
     assert said == ([str(rows)] if rows else [])
 
 
+@pytest.mark.parametrize("narrow", ["", *sorted(NARROW)])
+def test_rows_at_the_end_of_what_8_bits_hold_are_found(narrow: str, tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "t.arrow", narrow=narrow)
+    largest = torch.finfo(getattr(torch, narrow or "float32")).max
+    ends = torch.tensor([largest, -largest, 0.0, largest] * 4).to(getattr(torch, narrow or "float32"))
+    row = ends.view(torch.uint8).numpy() if narrow else ends.numpy()
+
+    def cut_off() -> None:
+        engine.kv[1][1:, 1:3] = row
+        engine.kv[0][LATE, 3] = row
+
+    engine.forward((3, 0, [1, 2, 3]), then=cut_off)
+    rows = found(engine, tmp_path)
+    assert [(row["cause"], row["position"], row["slot"]) for row in rows] == ([("saturated", 0, 1)] if narrow else [])
+    assert all(
+        row["detail"].startswith("every value of 5 rows of K or V written is 0 or at the end of") for row in rows
+    )
+    assert all(row["detail"].endswith("in prefill, first in V of layer 1") for row in rows)
+
+
 def test_padding_and_what_is_overwritten_say_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "t.arrow")
     engine.forward((0, 0, [0, 0]), (1, 0, [1, 2]), then=lambda: engine.kv[0][:, 0].fill(np.nan))

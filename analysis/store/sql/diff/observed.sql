@@ -136,7 +136,7 @@ from (select odd.pair, arg_min(odd, (odd.b.event, odd.position)) as r from odd g
 -- Of a part of a prompt only the first value of a kind is recorded: where the other trace has one too in the part that it
 -- computed with that position, nobody knows which others there are, unless both parts are the same.
 create table {s}_value as
-select pair, t.* from {s}_values as t join pairs on pairs.{s}_id = t.request_id
+select pair, t.* from {s}_values as t join pairs on pairs.{s}_id = t.request_id and t.kind < {kinds}
 {kept}
 
 -- section: values_found
