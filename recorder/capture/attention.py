@@ -65,6 +65,10 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
             check_length(f"AttentionInput.{name}", own.size, bs, "one for each of req_pool_indices")
             forward.attention[f"attention_{name}"] = own
         forward.attention_watched |= ATTENTION_LENS
+    for number, counts in given.prefix_counts.items():
+        if header.groups[number].runner == forward.runner:
+            check_length(f"AttentionInput.prefix_counts[{number}]", len(counts), bs, "one for each of req_pool_indices")
+            _add_window(forward, header.groups[number], number, own_int64(counts))
     if not given.slots:
         return
     check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
@@ -80,6 +84,18 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
     forward.attention_groups.update(group for group, read in enumerate(given.slots) if read is not None)
     if forward.attention_groups >= {g for g, group in enumerate(header.groups) if group.runner == forward.runner}:
         forward.attention_watched |= ATTENTION_SLOTS
+
+
+def _add_window(forward: CopiedForward, group: PoolGroup, number: int, counts: Int64Array) -> None:
+    """Add where requests look at more or less of their prefix than a group's window has, `counts` `[bs]` of it."""
+    live, prefix = forward.rows != 0, forward.prefix_lens
+    whole = np.minimum(prefix, group.window) if group.window else prefix
+    wrong = np.flatnonzero(live & (counts >= 0) & (counts != whole))
+    columns = np.full(wrong.size, number, np.int64), wrong, (prefix - counts)[wrong], counts[wrong]
+    for name, values in zip(("group", "request", "start", "count"), columns, strict=True):
+        before = forward.windows.get(f"window_{name}", values[:0])
+        forward.windows[f"window_{name}"] = np.concatenate((before, values))
+    forward.window_watched += bool(group.window) and not (live & (counts < 0)).any()
 
 
 def _differing(forward: CopiedForward, group: PoolGroup, number: int, read: RowRuns) -> Iterator[RowRuns]:

@@ -1,6 +1,6 @@
 """What an integrator gives the recorder of one forward, and the recorder's own copy of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
@@ -88,11 +88,14 @@ class AttentionInput:
         slots: for each of the header's groups the slots that attention got, in the group's own numbering; None where
             they were not observed, empty where none were. Positions that the forward neither reads nor writes, as
             `ForwardInput.reads` and `extend_lens` have it, are passed over.
+        prefix_counts: by group, at how many positions of its prefix each request's first token of this forward was seen to
+            look, `[bs]`; negative where it was not observed. Of an engine whose `reads` do not say it.
     """
 
     seq_lens: Any | None = None
     query_lens: Any | None = None
     slots: tuple[TableRead | None, ...] = ()
+    prefix_counts: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

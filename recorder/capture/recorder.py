@@ -5,7 +5,7 @@ in the log (logger "kvcanary") and in the trace; the engine goes on. If the writ
 dropped, counted, and a loss event says how many and which slots they wrote.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from .host_arrays import own_int64, wrapped
 from .kv_layers import KvLayers, Values
 from .kv_shadow import of_runner, store_forward, watch
 from .recording import guarded, prepare_kernels
-from .recurrent import StateChange
+from .recurrent import StateAccess, StateChange
 
 
 class Recorder(EventRecording):
@@ -160,6 +160,13 @@ class Recorder(EventRecording):
     def states_hashed(self, change: StateChange, pool: int, changed: Int64Array) -> None:
         """As `state_changed`, of what a device has hashed: `changed` `[3 * n]` slots, their sources and their hashes."""
         self._recurrent.note_hashed(change, pool, changed.reshape(3, -1))
+
+    @guarded
+    def states_given(self, states: Sequence[StateAccess | None]) -> None:
+        """Replace the `states` of the forward that `before_forward` began by what its first layer was given, before it ran."""
+        if self._pending is None:
+            raise ValueError("states_given without before_forward")
+        self._recurrent.given(self._pending.runner, self._pending.rows, states)
 
     @guarded
     def give_up_states(self) -> None:

@@ -133,11 +133,16 @@ class RecurrentCapture:
 
     def begin(self, runner: int, rows: Int64Array, states: Sequence[StateAccess | None]) -> None:
         """Take what the runner's forward, whose requests have these rows, is about to read."""
+        self._ops, self._waiting = self._waiting, []
+        self.given(runner, rows, states)
+
+    def given(self, runner: int, rows: Int64Array, states: Sequence[StateAccess | None]) -> None:
+        """Take it once more, of a forward that has begun and has not reached its layers."""
         if len(states) not in (0, len(self._pools)):
             raise ValueError(
                 f"states has length {len(states)}, expected one for each of the header's {len(self._pools)}"
             )
-        self._ops, self._waiting, self._steps = self._waiting, [], []
+        self._steps = []
         for pool, access in enumerate(states):
             if access is None or self._pools[pool].runner != runner:
                 continue

@@ -29,7 +29,8 @@ class WrongWindow(HistoryCheck):
         forward = view.forward
         for group, request, start, count in () if forward.windows is None else forward.windows.tolist():
             window, prefix = self.history.header.groups[group].window, int(forward.prefix_lens[request])
-            detail = f"reads positions {start} to {start + count - 1} of a prefix of {prefix}, "
+            positions = f"positions {start} to {start + count - 1}" if count else "nothing"
+            detail = f"reads {positions} of a prefix of {prefix}, "
             begins = f"the window of {window} begins at {max(prefix - window, 0)}"
             detail += begins if window else "all of which is to be read"
             yield self.of_request(forward, request, detail, group=group, position=start)

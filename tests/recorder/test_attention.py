@@ -235,3 +235,19 @@ def test_differences_of_more_values_than_there_are_are_refused() -> None:
     for pair in ((whole, short), (short, whole)):
         with pytest.raises(ValueError, match="counts ask for 5 values, there are 1"):
             run_differences(*pair)
+
+
+def test_how_far_back_a_window_is_seen_to_look_is_held_against_it(tmp_path: Path) -> None:
+    """Of a window of 2, rows with 5 and 3 tokens in the cache; the last is padding."""
+
+    def found(name: str, *counts: list[int]) -> tuple[int, list[list[int]]]:
+        forward = _two_requests(luts=(np.arange(32),))
+        told = [AttentionInput(prefix_counts={1: torch.tensor(one)}) for one in counts]
+        event = _recorded(tmp_path / name, forward, *told, header=SWA)
+        columns = [event.ints(f"window_{part}").tolist() for part in ("group", "request", "start", "count")]
+        return event.scalar("window_watched"), columns
+
+    assert found("nothing told") == (0, [[], [], [], []])
+    assert found("healthy", [2, 2, 9]) == (1, [[], [], [], []])
+    assert found("more and less", [3, 0, 0]) == (1, [[1, 1], [0, 1], [2, 3], [3, 0]])
+    assert found("not known of one", [5, -1, 2]) == (0, [[1], [0], [0], [5]])

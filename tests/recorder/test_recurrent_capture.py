@@ -69,6 +69,19 @@ def test_padding_and_a_request_that_begins_read_nothing() -> None:
     assert columns["recurrent_after"].tolist() == [0, 0]
 
 
+def test_what_the_first_layer_is_given_replaces_what_was_told_before() -> None:
+    part = np.arange(12, dtype=np.float32).reshape(3, 4)
+    capture = RecurrentCapture(HEADER, {0: [part]}, None)
+    capture.note("clear", 0, [2], [])
+    capture.begin(0, np.array([1]), (StateAccess(reads=[-1], writes=[1]),))
+    capture.given(0, np.array([1]), (StateAccess(reads=[2], writes=[2]),))
+    columns = capture.end()
+    clear, step = range(2)
+    assert columns["recurrent_op"].tolist() == [0, 2]  # the clear is kept
+    assert (columns["recurrent_source"][step], columns["recurrent_slot"][step]) == (2, 2)
+    assert columns["recurrent_before"][step] == columns["recurrent_after"][clear] != 0
+
+
 def test_of_a_split_forward_each_part_has_its_own_requests_slots() -> None:
     given = ForwardInput(
         mode="extend",

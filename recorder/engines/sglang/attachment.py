@@ -37,6 +37,7 @@ from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
 from .oracle import SglangOracle
 from .recording import SglangRecording
+from .recurrent import ASKED
 
 logger = logging.getLogger("kvcanary")
 
@@ -167,6 +168,10 @@ class SglangAttachment(EngineAttachment):
         self._wrap(recording.target.req_to_token_pool, "free", recording.on_row_free)
         for name, hook in (recording.states.hooks() if recording.states is not None else {}).items():
             self._wrap(recording.target.req_to_token_pool.mamba_pool, name, hook, "states")
+        if recording.states is not None and recording.states.asked is not None:
+            self._wrap(recording.states.asked, ASKED, recording.states.on_asked)
+        for owner, name, hook in recording.windows.hooks() if recording.windows is not None else ():
+            self._wrap(owner, name, hook)
         for pool, hook in recording.submitted.hooks() if recording.submitted is not None else ():
             self._wrap(pool, "set_kv_buffer", hook, "submitted")
         for name, hook in recording.adapters.hooks().items():

@@ -5,8 +5,8 @@ own. And what is damaged between the last layer and the runner's return is damag
 
 What attention is given is read there too: `torch_native` and `intel_amx` have no tables of their own, each of their layers
 reads the batch's `seq_lens`, which count the tokens of this forward, but not those that a verify forward drafted, and the
-rows of `req_to_token`. Not read: what layers with a sliding window read through the full-to-SWA table, which `intel_amx`
-looks up anew in each forward; cross-attention; any other backend.
+rows of `req_to_token`. Not read: in which slots layers with a sliding window read (how far back: `windows.py`), which
+`intel_amx` looks up anew in each forward; cross-attention; any other backend.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def attention_input(
         or getattr(batch, "encoder_lens", None) is not None
     ):
         return None
-    rows, seq_lens, query_lens = own_int64(batch.req_pool_indices), own_int64(batch.seq_lens), _query_lens(batch, mode)
+    rows, seq_lens, query_lens = own_int64(batch.req_pool_indices), own_int64(batch.seq_lens), queries_of(batch, mode)
     pool = getattr(backend, "req_to_token_pool", None) or batch.req_to_token_pool  # before 0.5.13 it takes the batch's
     table, own_rows = pool.req_to_token, rows
     drafted = getattr(backend, "draft_decode_metadata", None)
@@ -97,7 +97,8 @@ def attention_input(
     return AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=slots)
 
 
-def _query_lens(batch: Any, mode: str) -> Int64Array | None:
+def queries_of(batch: Any, mode: str) -> Int64Array | None:
+    """Return how many tokens each request computes, `[bs]`, None if nobody knows."""
     if mode in ("decode", "target_verify"):  # the shape of its queries: as many for each request
         count = 1 if mode == "decode" else getattr(batch.spec_info, "draft_token_num", None)
         return None if count is None else np.full(batch.seq_lens.shape[0], int(count), np.int64)
@@ -121,16 +122,21 @@ def backend_around(model_runner: Any, batch: Any) -> Any:
     return getattr(found, "full_attn_backend", found)
 
 
+def attention_parts(model_runner: Any) -> list[Any]:
+    """Return a runner's attention backends: one, or of a hybrid one its parts."""
+    backend = getattr(model_runner, "attn_backend", None)
+    backend = getattr(backend, "full_attn_backend", backend)
+    parts = [part for name in ("prefill_backend", "decode_backend") if (part := getattr(backend, name, None))]
+    return parts or [backend]
+
+
 def not_read(model_runners: list[Any], layout: SglangLayout, *, inside: bool) -> list[NotWatched]:
     """Return what of the runners' attention is not read; `inside`: their forwards are recorded around their layers."""
     found = []
     for model_runner in model_runners:
         runner = layout.runners[id(model_runner)]
-        backend = getattr(model_runner, "attn_backend", None)
-        backend = getattr(backend, "full_attn_backend", backend)
-        parts = [part for name in ("prefill_backend", "decode_backend") if (part := getattr(backend, name, None))]
         name = layout.names[runner.index].name
-        for part in parts or [backend]:
+        for part in attention_parts(model_runner):
             backend_name = type(part).__name__
             if backend_name not in ROW_READERS or not inside:
                 reason = "what this attention backend is given is not read" if inside else "its layers are not hooked"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.forward_input import CopiedForward
+from ...capture.forward_input import AttentionInput, CopiedForward
 from ...capture.host_arrays import own_int64
 from ...capture.recording import beginning
 from ...process.settings import RecordingSettings
@@ -28,6 +28,7 @@ from .recurrent import StateHooks
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .submitted import SubmittedKv
 from .trees import draft_tree, record_filled
+from .windows import WindowReads
 
 logger = logging.getLogger("kvcanary")
 
@@ -66,6 +67,7 @@ class SglangRecording:
         on_device = on_gpu(self.layout.tables[0])
         in_layers = not on_device and layers.watches(id(self.target))
         self.submitted = SubmittedKv(self.layout) if in_layers else None
+        self.windows = WindowReads(model_runners, self.layout) if in_layers else None
         states = inside.watches(self.target) if on_device else in_layers
         header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched))
         header = without_unseen(header, self.layout, model_runners, states=states, submitted=self.submitted)
@@ -217,9 +219,13 @@ class SglangRecording:
         def finish(_: Any, error: BaseException | None) -> None:
             if error is None:
                 look()  # what was changed meanwhile, a layer may have read
+                if self.windows is not None and (seen := self.windows.take()):
+                    recorder.attention(AttentionInput(prefix_counts=seen))
             self._complete(error)
 
         look()
+        if self.windows is not None:
+            self.windows.take()  # what a forward that failed has left
         return finish
 
     def _complete(self, error: BaseException | None) -> None:

@@ -3,7 +3,8 @@
 A request's state lies in a slot of `MambaPool`, which each forward reads and writes where the backend's metadata says. The
 prefix cache keeps checkpoints in slots of the same pool: copied there when a request is cached, and copied into the slot of
 a request that hits it right before its first forward; a request that finishes leaves its own slot to the cache. With extra
-buffers, the default on GPUs, forwards save checkpoints themselves, in slots that the batch names.
+buffers, the default on GPUs, forwards save checkpoints themselves, in slots that the batch names. Who begins with the state
+that lies in a slot the layers are told: on the CPU it is read where they are, of most attention with the slots.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import BoolArray, Int64Array
 from ....kernels.capture.frames import SavedStates, StateIndices
 from ....kernels.ops.state_hash.reference import MAX_PARTS
 from ...capture.device.recorder import DeviceRecorder
@@ -25,6 +26,7 @@ from ..common.hooking import Finish, Hook
 MOST_BYTES: Final = 4096  # of each part of a slot that are hashed: the last, where a window has its newest token
 # The only layouts known, by their very classes.
 _CLASSES: Final = {"HybridReqToTokenPool": "MambaPool"}
+ASKED: Final = "conv_state_metadata"
 # Whose layers save a state where the batch says, of whole chunks of what is computed; in a decode of all of it.
 _SAVES: Final = ("GDNAttnBackend", "KDAAttnBackend", "LightningAttentionBackend", "Mamba2AttnBackend")
 
@@ -173,13 +175,35 @@ class StateHooks:
         self._pool = pool
         self._runner = runner
         self._failed = False
+        self._waits: StateAccess | None = None  # of the forward that begins, until a layer is told more
         # On a device the recorder reads them there, behind the change: nobody waits for them here.
         on_device = isinstance(recorder, DeviceRecorder)
         self._own: Callable[[Any], Any] = (lambda slots: slots) if on_device else own_int64
+        backend = None if on_device else getattr(runner, "attn_backend", None)
+        # What each short convolution asks for its slots; None if there is nothing to see.
+        self.asked: Any = getattr(backend, "linear_attn_backend", None)
+        if not hasattr(self.asked, ASKED):
+            self.asked = None
 
     def hooks(self) -> dict[str, Hook]:
         """Return a hook for each method of the pool by which slots change between forwards."""
         return {"copy_from": self._on_copy, "clear_slots": self._on_clear}
+
+    def on_asked(self, *_args: Any, **_kwargs: Any) -> Finish | None:
+        """Record what a forward's first short convolution is told of who begins with a state, and in which slots."""
+        access, self._waits = self._waits, None
+        if access is None:
+            return None
+
+        def told(given: Any, error: BaseException | None) -> None:
+            slots, said = (getattr(given, name, None) for name in ("cache_indices", "has_initial_state"))
+            bs = access.writes.size
+            if error is None and said is not None and slots is not None and bs <= min(len(slots), len(said)):
+                slots = own_int64(slots[:bs])
+                reads = np.where(own_int64(said[:bs]) != 0, slots, -1)
+                self._recorder.states_given((access._replace(reads=reads, writes=slots),))
+
+        return told
 
     def _on_copy(self, src_indices: Any, dst_indices: Any) -> Finish:
         return self._changes("copy", dst_indices, src_indices)
@@ -207,10 +231,27 @@ class StateHooks:
 
     def access(self, backend: Any, batch: Any, prefix_lens: Int64Array) -> StateAccess | None:
         """Return which slots a forward's layers read and write, by the metadata that they are given; None for unknown."""
-        bs = prefix_lens.size
+        bs, self._waits = prefix_lens.size, None
         given = None if self._failed else _given(self._runner, batch, backend, bs)
         if given is None:
             return None
         slots, saved = own_int64(given[0][:bs]), given[1]
-        access = StateAccess(reads=np.where(prefix_lens > 0, slots, -1), writes=slots)
-        return access if saved is None else access._replace(saves=saved.slots, saved_tokens=saved.tokens)
+        reads = np.where(_goes_on(backend.linear_attn_backend.forward_metadata, prefix_lens), slots, -1)
+        access = StateAccess(reads=reads, writes=slots)
+        if saved is not None:
+            access = access._replace(saves=saved.slots, saved_tokens=saved.tokens)
+        self._waits = access
+        return access
+
+
+def _goes_on(metadata: Any, prefix_lens: Int64Array) -> BoolArray:
+    """Say of each request, `[bs]`, whether its layers begin with the state that lies in its slot.
+
+    Where metadata do not say it, as of decodes, it is who has a prefix of tokens.
+    """
+    found: BoolArray = prefix_lens > 0
+    said = getattr(getattr(metadata, "mixed_metadata", None) or metadata, "has_initial_states", None)
+    if said is not None:
+        mine = own_int64(said[: found.size])
+        found[: mine.size] = mine != 0
+    return found

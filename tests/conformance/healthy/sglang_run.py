@@ -86,6 +86,10 @@ def generate(run: dict[str, Any], folder: Path, *, gpu: bool) -> None:
         from engine import retract_now_and_then
 
         retract_now_and_then()
+    if run["family"] == "lfm2" and not gpu:
+        from request_kinds import use_plain_convolutions
+
+        use_plain_convolutions()
     model = str(SGLANG / "models" / run["family"])
     if run["family"] not in OWN:
         model = model_of(run["family"], folder / "model", dtype=run["arguments"]["dtype"], bias=run["bias"])

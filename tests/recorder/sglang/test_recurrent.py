@@ -101,6 +101,10 @@ def test_a_runner_without_states_has_nothing_to_name() -> None:
 class Told:
     def __init__(self) -> None:
         self.changes: list[tuple] = []
+        self.given: list[Any] = []
+
+    def states_given(self, states: Any) -> None:
+        self.given += states
 
     def state_changed(self, change: str, *, pool: int, slots: Any, sources: Any) -> None:
         self.changes.append((change, pool, slots.tolist(), sources.tolist()))
@@ -137,6 +141,52 @@ def test_after_a_change_that_failed_nobody_knows_what_the_slots_hold() -> None:
         pool.copy_from(torch.tensor([9]), torch.tensor([3]))
     assert hooks.access(backend(3, 1), SimpleNamespace(), np.array([4, 0])) is None
     assert hooked()[2].access(SimpleNamespace(), SimpleNamespace(), np.array([4])) is None
+
+
+class Asked:
+    """What short convolutions ask for their slots, and who goes on from the state that lies there."""
+
+    def __init__(self, said: list[bool] | None) -> None:
+        self.said = None if said is None else torch.tensor(said)
+        self.forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 0]))
+
+    def conv_state_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        return SimpleNamespace(cache_indices=torch.tensor([3, 2, 0]), has_initial_state=self.said)
+
+
+@pytest.mark.parametrize(
+    ("said", "reads"), [([True, True, False], [[3, 2]]), ([False, True, True], [[-1, 2]]), (None, [])]
+)
+def test_who_begins_with_a_state_is_what_the_first_convolution_is_told(
+    said: list[bool] | None, reads: list[list[int]]
+) -> None:
+    told, made = Told(), runner(None)
+    made.attn_backend = SimpleNamespace(linear_attn_backend=Asked(said))
+    hooks = StateHooks(told, 0, made)
+    asked = hooks.asked
+    assert wrap_method(asked, "conv_state_metadata", hooks.on_asked, lambda *_: None)
+    asked.conv_state_metadata(0, None)  # no forward waits
+    access = hooks.access(made.attn_backend, SimpleNamespace(), np.array([4, 0]))
+    assert access is not None
+    assert access.reads.tolist() == [3, -1]
+    for layer in (0, 2):
+        asked.conv_state_metadata(layer, None)
+    assert [access.reads.tolist() for access in told.given] == reads
+    assert all(access.writes.tolist() == [3, 2] for access in told.given)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_who_begins_with_a_state_is_what_metadata_say_of_the_first_requests(mixed: bool) -> None:
+    hooks, attention = StateHooks(Told(), 0, runner(None)), backend(3, 1, 2)
+    metadata = attention.linear_attn_backend.forward_metadata
+    flags = SimpleNamespace(has_initial_states=torch.tensor([False, True]))
+    if mixed:
+        metadata.mixed_metadata = flags
+    else:
+        metadata.mixed_metadata, metadata.has_initial_states = None, flags.has_initial_states
+    access = hooks.access(attention, SimpleNamespace(), np.array([4, 0, 5]))
+    assert access is not None
+    assert access.reads.tolist() == [-1, 1, 2]
 
 
 class Mamba2AttnBackend(SimpleNamespace):

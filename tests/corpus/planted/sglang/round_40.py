@@ -285,13 +285,7 @@ def checkpoint_of_a_mixed_batch_is_claimed_and_not_written(fired: Fired) -> None
         return result
 
 
-@bug(
-    "rajveer43/VeloxQuant-MLX#463",
-    "hybrid-page4-far",
-    "window_read_wrong",
-    origin="VeloxQuant-MLX",
-    late="not found: which positions attention reads of a window is not recorded there",
-)
+@bug("rajveer43/VeloxQuant-MLX#463", "hybrid-page4-far", "window_read_wrong", origin="VeloxQuant-MLX")
 def window_is_left_out_where_a_single_token_is_computed(fired: Fired) -> None:
     """Where a single token is computed no mask is made, since it may look at all that stands before it. A layer with a
     window has its window in the mask, and loses it: prompts are computed within the window, and each token of an answer

@@ -130,12 +130,7 @@ def page_that_is_there_already_is_known_by_its_own_tokens(fired: Fired) -> None:
     once_it_reads_what_was_computed_for_others(fired)
 
 
-@bug(
-    "sgl-project/sglang#24717",
-    "recurrent-handed-on",
-    "state_restored_for_other_prefix",
-    late="not found: whether a kernel goes on from what a slot holds is not recorded, and a request begins with nothing by its prefix",
-)
+@bug("sgl-project/sglang#24717", "recurrent-handed-on", "state_restored_for_other_prefix")
 def new_request_is_computed_from_what_its_state_slot_has(fired: Fired) -> None:
     """The layers with a short convolution do not tell their kernel which prompts of a batch have a state to go on from,
     and it takes all of them to have one. A new request that gets the slot of one that has left begins with that one's
