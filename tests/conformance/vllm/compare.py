@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 from connector_faults import EXPECTED, EXPECTED_ON_GPU, EXPECTED_UNKNOWN
+from layer_faults import VALUE_FAULTS
 
 LATE = {"draft_token": 9}  # what was sampled is known behind the draft's steps: the next round reads it
 LATEST = 3  # forwards after a fault within which it must have been found, its step's own among them
@@ -145,7 +146,7 @@ def _is_of(row: dict, fault: dict) -> bool:
         return mine and row["kind"].startswith("attention")
     if kind == "late_layer":
         return here and row["kind"] == "layer_changed"
-    if kind == "nan_value":
+    if kind in VALUE_FAULTS:
         named = row["kind"] == "bad_values" and row["detail"].endswith(f"V of layer {fault['layer']}")
         return mine and named and row["position"] == fault["position"]
     if kind.startswith("state"):

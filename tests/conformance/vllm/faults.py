@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import connector_faults
 from draft_faults import DraftFaults, install_draft_faults
-from layer_faults import LayerFaults, install_value_faults
+from layer_faults import VALUE_FAULTS, LayerFaults, install_value_faults
 
 EVERY = 9  # steps between two faults
 
@@ -45,7 +45,7 @@ def install_faults() -> None:
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
         return
-    if fault == "nan_value":
+    if fault in VALUE_FAULTS:
         install_value_faults(injector)
     if fault in ("state_block", "state_begin", "state_copy"):
         install_state_faults(injector, GPUModelRunner)

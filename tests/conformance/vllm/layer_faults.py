@@ -1,8 +1,11 @@
 """Faults of layers behind the first, put into a running vLLM; `Injector` in faults.py says when."""
 
+WIDE = 1e6  # more than eight bits can hold
+VALUE_FAULTS = ("nan_value", "wide_value")
+
 
 def install_value_faults(injector, backend=None) -> None:
-    """Have NaN put into what the model's last layer hands to the cache for one token; `backend` is the class that stores it."""
+    """Have values put into what the model's last layer hands to the cache for one token; `backend` is the class that stores it."""
     if backend is None:
         from vllm.v1.attention.backends import cpu_attn
 
@@ -12,7 +15,11 @@ def install_value_faults(injector, backend=None) -> None:
     def faulty_update(impl, layer, key, value, kv_cache, slots):
         if injector.in_flight and injector.in_flight[0][0] == layer.layer_name:
             value = value.clone()
-            value[injector.in_flight.pop()[1], -1, 3] = float("nan")
+            token = value[injector.in_flight.pop()[1]]
+            if injector.fault == "nan_value":
+                token[-1, 3] = float("nan")
+            else:
+                token.fill_(WIDE)
         return update(impl, layer, key, value, kv_cache, slots)
 
     backend.do_kv_cache_update = faulty_update
@@ -39,6 +46,13 @@ class LayerFaults:
 
     def nan_value(self, runner, fed, row, name, prefix, at, extend):
         """Have the model's last layer hand NaN to the cache, in V of one token."""
+        return self._bad_value(runner, at, prefix, extend)
+
+    def wide_value(self, runner, fed, row, name, prefix, at, extend):
+        """Have the model's last layer hand larger values to a cache of 8 bits than that can hold, as all V of one token."""
+        return self._bad_value(runner, at, prefix, extend)
+
+    def _bad_value(self, runner, at, prefix, extend):
         layers = runner.kv_cache_config.kv_cache_groups[0].layer_names
         self.in_flight = [(layers[-1], at + extend - 1)]
         return {"position": prefix + extend - 1, "layer": len(layers) - 1}

@@ -6,6 +6,7 @@ from typing import Any
 
 from draft_faults import install_draft_faults
 from faults import Injector, install_state_faults
+from layer_faults import VALUE_FAULTS, install_value_faults
 
 
 def install_faults() -> None:
@@ -32,11 +33,11 @@ def install_faults() -> None:
         install_v2_draft_faults(V2DraftInjector(fault, seed))
         return
     injector = GpuInjector(fault, seed)
-    if fault == "nan_value":
-        from layer_faults import install_value_faults
+    if fault in VALUE_FAULTS:
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-        install_value_faults(injector, FlashAttentionImpl)
+        install_value_faults(injector, FlashAttentionImpl if fault == "nan_value" else TritonAttentionImpl)
     if fault.startswith("draft"):
         install_draft_faults(injector, GPUModelRunner)
         return

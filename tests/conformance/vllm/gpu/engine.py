@@ -84,6 +84,7 @@ def engine_of(run: dict, **more: object) -> object:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
+        "kv_cache_dtype": run["kv_dtype"],
         "seed": 1,
         "max_model_len": 256,
         "block_size": 16,
