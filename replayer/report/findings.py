@@ -72,6 +72,7 @@ FINDING_CAUSES = {
     "holds_other_position": "the slot holds the token's bytes at another position",
     "no_token": "the slot's bytes are no token's of the model",
     "zeros": "all values of a row that was written are 0",
+    "handed_zeros": "all values of a row that the model handed to the cache are 0",
     "as_before": "the slot holds what it held before the forward that wrote it",
 }
 
