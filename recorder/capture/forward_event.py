@@ -19,7 +19,7 @@ from ..trace.header import TraceHeader
 from ..trace.schema import FAILED, LOGPROB_BITS, LOGPROB_KINDS, PART, SUBMITTED
 from .forward_input import CopiedForward, KvChange, translate
 from .host_arrays import as_rows, on_host, one_of
-from .kv_layers import KvLayers, Values
+from .kv_layers import KvLayers, SubmittedLayers, Values
 from .kv_shadow import GroupKvShadow, of_runner
 
 Submitted = Mapping[tuple[int, int], Any]
@@ -158,7 +158,8 @@ def add_submitted(
     """Add to the forward's event what was submitted, the bytes only where the pool holds others than `gathered`.
 
     `submitted` has, for each `(group, stream)` that was observed, `[T, ...]` of any type, a token's bytes in the order in
-    which the pool stores them; for a stream that samples layers, the same of each layer that was observed, by its number.
+    which the pool stores them; for a stream that samples layers, the same of each layer that was observed, by its number. Of
+    one that is taken on submission such rows are kept to be searched for values, and there is nothing to compare.
     Raises `ValueError` for a stream that this runner does not have or that is captured on submission, or too few bytes.
     """
     mine = of_runner(groups, forward.runner)
@@ -281,6 +282,9 @@ def _sampled_rows(
                 f"submitted[{group}, {number}] holds {list(own.shape)} bytes of layer {layer}, expected [{tokens}, at least "
                 f"{least}] of one of {list(source.stream.layers)}"
             )
+    if isinstance(source, SubmittedLayers):
+        source.given = rows
+        return gathered[group][number]
     return source.handed_in(forward.written[group], rows, gathered[group][number])
 
 

@@ -7,8 +7,11 @@ import numpy as np
 
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture import layers
+from ...kernels.capture.changes import kv_same
 from ...kernels.constants import KV_ALIGN_BYTES
+from ...kernels.ops.hash.kv_source import KvSource
 from ..trace.header import KvStream
+from .host_arrays import gather_kv
 from .kv_tensor import KvTensor, place_of
 
 SEARCHED_BYTES = 64 << 20  # that are searched at once where they lie on a device
@@ -80,11 +83,14 @@ class KvLayers:
             inside = (own >= self.source.first_slot) & (own < self.source.num_slots)
             judged = np.where(inside, judged, 0).astype(np.uint8)
             return self.values_found(self._held(own, judged), judged)
+        return self._search(self._layers, slots, judged)
+
+    def _search(self, places: layers.Layers, slots: Int64Array, judged: ByteArray) -> "Values":
         usual, dtype = self._usual(), self.stream.dtype
-        counts, first = layers.find_values(self._layers, dtype, slots, judged, usual, self._rows, backend=self._backend)
+        counts, first = layers.find_values(places, dtype, slots, judged, usual, self._rows, backend=self._backend)
         empty = np.zeros(slots.size, np.bool_)
         if counts[:, layers.ZEROS].any():
-            lowest, rows = self._layers._replace(layers=self._layers.layers[:1]), np.zeros((1, 2), np.int64)
+            lowest, rows = places._replace(layers=places.layers[:1]), np.zeros((1, 2), np.int64)
             every, only = np.where(judged > 0, 2, 0).astype(np.uint8), np.ones(1, np.bool_)
             found, _ = layers.find_values(lowest, dtype, slots, every, only, rows, backend=self._backend)
             empty = found[:, layers.ZEROS] > 0
@@ -129,6 +135,37 @@ class KvLayers:
 
     def _numbers(self, places: Int64Array) -> Int64Array:
         return np.array([*self.stream.layers, -1], np.int64)[places]
+
+
+class SubmittedLayers(KvLayers):
+    """The same of what layers hand in, where the pool keeps it otherwise: `held` has what is looked at of each slot, 16 bytes.
+
+    The rows that are searched for values are those that came with the forward, `given` by the layer's number; of none that has
+    not all layers' anything is said.
+    """
+
+    def __init__(self, held: KvSource, stream: KvStream, *, slot_shift: int, backend: str) -> None:
+        self.stream, self.held = stream, held
+        self.given: Mapping[int, ByteArray] = {}
+        self._backend, self._shift = backend, slot_shift
+        self._rows = np.zeros((len(stream.layers), 2), np.int64)
+
+    def gather(self, slots: Int64Array) -> ByteArray:
+        """Return the bytes that are looked at of each slot, as they were handed in last."""
+        return gather_kv(self.held, slots - self._shift, KV_ALIGN_BYTES)
+
+    def plainly_same(self, slots: Int64Array, shadow: ByteArray, known: ByteArray) -> bool:
+        """As of those that lie in a pool."""
+        plain = not self._shift
+        return plain and kv_same(source=self.held, slots=slots, shadow=shadow, known=known, backend=self._backend)
+
+    def values(self, slots: Int64Array, judged: ByteArray) -> "Values":
+        """Return what the rows that were given hold that no model should write, and forget them."""
+        given, self.given = self.given, {}
+        if given.keys() != set(self.stream.layers) or not slots.size:
+            return self.values_found(None, np.zeros_like(judged))
+        rows = KvTensor(tensor=tuple(given[layer] for layer in self.stream.layers), axes="slot dim")
+        return self._search(LayerPlaces.of(rows).on_host(0), np.arange(slots.size), judged)
 
 
 class Values(NamedTuple):

@@ -13,11 +13,11 @@ import numpy as np
 from ...kernels.arrays import BoolArray, ByteArray, Int64Array
 from ...kernels.capture.changes import kv_same
 from ...kernels.ops.hash.kv_source import KvSource
-from ..trace.header import KvStream, PoolGroup, TraceHeader
-from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, TIER_POOL
+from ..trace.header import SAMPLE_BYTES, KvStream, PoolGroup, TraceHeader
+from ..trace.schema import PHASE_AFTER, PHASE_BEFORE, SUBMITTED, TIER_POOL
 from .forward_input import CopiedForward, KvChange
 from .host_arrays import gather_kv, mask_to_runs, on_device, on_host
-from .kv_layers import KvLayers
+from .kv_layers import KvLayers, SubmittedLayers
 from .kv_tensor import KvTensor
 
 Source = KvSource | KvTensor
@@ -221,9 +221,11 @@ def group_shadows(
 
 def _check_source(name: str, source: Source, group: PoolGroup, stream: KvStream) -> None:
     """Raise `ValueError` if a source is not made for its group's slots: what is beyond it nobody would watch."""
-    layers = len(stream.layers) if stream.samples else 1
-    if source.bytes_per_token != layers * stream.bytes_per_token:
-        raise ValueError(f"{name} has {source.bytes_per_token} bytes a token, the header says {stream.bytes_per_token}")
+    expected = (len(stream.layers) if stream.samples else 1) * stream.bytes_per_token
+    if _is_submitted(source, stream):
+        expected = SAMPLE_BYTES
+    if source.bytes_per_token != expected:
+        raise ValueError(f"{name} has {source.bytes_per_token} bytes a token, the header says {expected}")
     num_slots = group.num_slots - group.slot_shift
     page_size = group.page_size if isinstance(source, KvTensor) else source.page_size
     if not num_slots <= source.num_slots < num_slots + page_size:
@@ -268,19 +270,26 @@ def _overlap(one: Source, other: Source) -> bool:
 def _stream_source(name: str, source: Source, group: PoolGroup, stream: KvStream, backend: str) -> StreamSource:
     """Return what reads a stream's bytes from its source."""
     if stream.samples:
+        if isinstance(source, KvSource) and _is_submitted(source, stream):
+            return SubmittedLayers(_host_source(source), stream, slot_shift=group.slot_shift, backend=backend)
         if not isinstance(source, KvTensor):
             raise ValueError(f"{name} is a {type(source).__name__}, expected a KvTensor of the stream's layers")
         return KvLayers(source, stream, slot_shift=group.slot_shift, backend=backend)
     return _host_view(source)
 
 
+def _is_submitted(source: Source, stream: KvStream) -> bool:
+    """Say whether a source holds of each slot just what a stream looks at, as layers have handed it in."""
+    return stream.samples and stream.origin == SUBMITTED and isinstance(source, KvSource)
+
+
 def _host_view(source: Source) -> Source:
     """Return the source over a numpy view of the same memory, if that memory is the host's."""
-    return (
-        source.as_source()
-        if isinstance(source, KvTensor)
-        else dataclasses.replace(source, tensor=on_host(source.tensor))
-    )
+    return source.as_source() if isinstance(source, KvTensor) else _host_source(source)
+
+
+def _host_source(source: KvSource) -> KvSource:
+    return dataclasses.replace(source, tensor=on_host(source.tensor))
 
 
 def of_runner(groups: list[GroupKvShadow], runner: int) -> list[tuple[int, GroupKvShadow]]:

@@ -131,7 +131,8 @@ class Recorder(EventRecording):
             failed: the model raised: nobody knows what it has written, and a replay judges nothing by it.
             submitted: for each `(group, stream)` whose K or V was seen on its way to the cache, `[T, ...]` what the model
                 handed in, a token's bytes in the order in which the pool stores them; for a stream that samples layers, such
-                rows by the layer's number; compared with what is stored.
+                rows by the layer's number; compared with what is stored. Such rows of a stream of origin "submitted" are searched for
+                values that no model writes.
         """
         if self._pending is None:
             raise ValueError("after_forward without before_forward")
@@ -271,10 +272,10 @@ class Recorder(EventRecording):
         gathered = {n: [kv.gather(s, forward.written[n]) for s in range(len(kv.sources))] for n, kv in mine}
         if self.header.states:
             forward.recurrent = self._recurrent.end()
-        if not forward.failed:
-            forward.values = written_values(forward, self.kv)
         if submitted and not forward.failed:
             add_submitted(forward, submitted, self.kv, gathered)
+        if not forward.failed:
+            forward.values = written_values(forward, self.kv)
         if forward.kv_watched:
             watch(forward, self.kv, PHASE_AFTER)
         if not self._put(forward_event(forward, gathered)):

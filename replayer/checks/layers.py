@@ -12,7 +12,7 @@ from ...recorder.state.forward import runner_of
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import KvStream
 from ...recorder.trace.reader import EventView
-from ...recorder.trace.schema import WRITTEN_VALUES
+from ...recorder.trace.schema import SUBMITTED, WRITTEN_VALUES
 from ..report.findings import Cause, Finding, evidence
 from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads
@@ -23,6 +23,7 @@ _SAID: Final = {
     "infinite": "an infinity in {rows} of K or V written",
     "zeros": "{rows} of K or V written {are} all zeros, as none of that layer was before",
     "saturated": "every value of {rows} of K or V written is 0 or at the end of what the 8-bit type can hold",
+    "handed_zeros": "{rows} of K or V handed to the cache {are} all zeros, as none of that layer was before",
 }
 
 
@@ -136,14 +137,17 @@ class BadValues(HistoryCheck):
             cause, rows = WRITTEN_VALUES[kind], int(mine[mine[:, 2] == kind, 5].sum())
             group, stream = self.history.header.streams(forward.runner)[number]
             count = ("one row", "is") if rows == 1 else (f"{rows:,} rows", "are")
-            said = _SAID[cause].format(rows=count[0], are=count[1])
+            found = Cause(cause)
+            if cause == "zeros" and stream.origin == SUBMITTED:  # no write that did not come to the pool
+                found = Cause("handed_zeros")
+            said = _SAID[found.cause].format(rows=count[0], are=count[1])
             phase = {"extend": "prefill", "draft_extend": "prefill"}.get(forward.mode, forward.mode)
             place = {"group": group, "position": int(forward.positions[token])}
             written = next((one.written for one in view.groups if one.pool.index == group), None)
             if written is not None:
                 place["slot"] = int(written[token])
             detail = f"{said} in {phase}, first in {stream.half} of layer {layer}"
-            yield self.of_request(forward, request, detail, cause=Cause(cause), **place)
+            yield self.of_request(forward, request, detail, cause=found, **place)
 
 
 def looked_at(stream: KvStream, slot: int, backend: str) -> tuple[int, int]:

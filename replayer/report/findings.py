@@ -73,6 +73,7 @@ FINDING_CAUSES = {
     "no_token": "the slot's bytes are no token's of the model",
     "zeros": "all values of a row that was written are 0",
     "saturated": "all values of a row that was written are 0 or the largest that the 8-bit type can hold",
+    "handed_zeros": "all values of a row that the model handed to the cache are 0",
     "as_before": "the slot holds what it held before the forward that wrote it",
 }
 

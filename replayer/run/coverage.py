@@ -18,7 +18,7 @@ from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.state.pools import GroupPool
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream, PoolGroup, StatePool, TraceHeader
-from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS
+from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS, SUBMITTED
 from ..checks import CHECK_NAMES
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
@@ -91,6 +91,9 @@ class Watched:
         names = ("what", "name", "watched", "total", "share", "reason", "words")
         return {name: getattr(self, name) for name in names}
 
+
+_NOT_GIVEN: Final = "what the model handed to the cache was not given"
+_PACKED: Final = "the pool packs some of what it is handed, which is recorded in its place"
 
 _AFTERWARDS: Final = Watched(
     "afterwards",
@@ -214,7 +217,8 @@ def coverage(
             every = header.capture.kv_watch_every
             reason = f"read again every {every:,} forwards" if every else "never read again"
             rows.append(_of_forwards("bytes_watched", name, counted, _BYTES, "KV bytes of prefixes", reason))
-            reason = _reason(header, "submitted", name) or "what the model handed to the cache was not given"
+            packed = any(stream.origin == SUBMITTED for _, stream in header.streams(index))
+            reason = _reason(header, "submitted", name) or (_PACKED if packed else _NOT_GIVEN)
             thing = "KV bytes on their way into the pool"
             rows.append(_of_forwards("submitted", name, counted, _SUBMITTED, thing, reason))
         # Lengths and slots; the screen names the less.

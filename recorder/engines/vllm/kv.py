@@ -1,12 +1,13 @@
 """The KV bytes of vLLM's groups: read where they are stored in rows, else taken from what the model hands to the cache.
 
 The first layer of each group, the first KV head of each token; on the CPU samples of all layers beside it. If a token's bytes lie in one row they are read from the
-pool (origin "stored"). The CPU's attention packs K for its instruction set: there they are taken from the inputs of the
-cache's update (origin "submitted") and kept in a copy of the pool, which a write to a wrong slot changes as it does the
+pool (origin "stored"), and on the CPU held against the inputs of the cache's update (`submitted.py`). The CPU's attention packs K for its instruction set: there they are taken from those
+inputs (origin "submitted") and kept in a copy of the pool, which a write to a wrong slot changes as it does the
 pool itself.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from ...capture.kv_tensor import KvTensor
 from ...trace.header import KvStream
 from ...trace.schema import SUBMITTED, TIER_POOL
 from ..common.hooking import OnFault, wrap_method
+from .submitted import Submitted, SubmittedKv
 
 ALIGN_BYTES: Final = 16
 _KEPT: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -69,25 +71,46 @@ class KvCapture:
         self.halves: dict[int, tuple[str, ...]] = {}
         self._mirrors: dict[tuple[str, int, int, int], _Mirror] = {}  # groups that share memory share one
         self._of_group: dict[int, list[_Mirror]] = {}
-        self._of_impl: dict[int, tuple[Any, list[_Mirror]]] = {}  # by the id of what updates a layer's cache
+        self._given: dict[int, SubmittedKv] = {}  # by group
         self._submitted_dtype = str(runner.vllm_config.model_config.dtype).removeprefix("torch.")
         layers = runner.vllm_config.compilation_config.static_forward_context
+        self._updated: dict[int, tuple[Any, int, int]] = {}  # by a layer's id itself, its group and its number
         for group in groups:
-            layer = next((layers[name] for name in group.layers if name in layers), None)
-            plain = self._add(group, layer, capture_bytes)
-            if plain and seed is not None:
-                self._sample(group, [layers[name] for name in group.layers if name in layers], plain, seed)
+            mine = [layers[name] for name in group.layers if name in layers]
+            halves = self._add(group, mine[0] if mine else None, capture_bytes)
+            if halves and is_of_cpu(cache_of(mine[0])):
+                self._watch(group, mine)
+            if halves and seed is not None:
+                self._sample(group, mine, halves, seed)
+            if group.index in self._given:
+                self._given[group.index].streams = self.streams[group.index]
 
     def attach(self, on_fault: OnFault) -> None:
-        """Hook the updates of the caches whose bytes are taken as they are submitted."""
-        for impl, mirrors in self._of_impl.values():
+        """Hook the updates of the caches of which it is looked at what they are given."""
 
-            def on_kv_update(_: Any, key: Any, value: Any, __: Any, slot_mapping: Any, *, mine: Any = mirrors) -> None:
-                slots = slot_mapping.detach().numpy().reshape(-1)
-                for mirror in mine:
-                    mirror.take(key if mirror.half == "K" else value, slots)
+        def on_kv_update(layer: Any, key: Any, value: Any, _: Any, slot_mapping: Any) -> None:
+            if id(layer) not in self._updated:
+                return
+            _, group, number = self._updated[id(layer)]
+            slots, states = slot_mapping.detach().numpy().reshape(-1), {"K": key, "V": value}
+            for mirror in self._of_group.get(group, ()) if number == self._given[group].first else ():
+                mirror.take(states[mirror.half], slots)
+            self._given[group].on_update(number, states, slots)
 
+        for impl in {id(layer.impl): layer.impl for layer, _, _ in self._updated.values()}.values():
             wrap_method(impl, "do_kv_cache_update", on_kv_update, on_fault)
+
+    def take_submitted(self, written: Mapping[int, Int64Array] | None = None) -> Submitted:
+        """Return what was handed in for tokens that go to slots `[T]` of groups, by their index; what there is beside is forgotten."""
+        found: Submitted = {}
+        for group, given in self._given.items():
+            found |= given.take((written or {}).get(group))
+        return found
+
+    def compares(self, group: int) -> bool:
+        """Say whether all that is read from a group's pool is held against what was handed in."""
+        stored = [stream for stream in self.streams.get(group, ()) if stream.origin == STORED]
+        return not stored or (group in self._given and all(stream.dtype == self._submitted_dtype for stream in stored))
 
     def copied(
         self, group: Any, src: Int64Array, dst: Int64Array, *, src_tier: int = TIER_POOL, dst_tier: int = TIER_POOL
@@ -96,21 +119,21 @@ class KvCapture:
         for mirror in self._of_group.get(group.index, ()):
             mirror.tier(dst_tier, group)[dst] = mirror.tier(src_tier, group)[src]
 
-    def _add(self, group: Any, layer: Any, capture_bytes: int) -> set[str]:
-        """Add the streams of a group's first layer; return the halves that lie in memory as they are handed in."""
+    def _add(self, group: Any, layer: Any, capture_bytes: int) -> dict[str, str]:
+        """Add the streams of a group's first layer; return how each half lies, "" where what is handed in is taken."""
         kv = cache_of(layer)
         if kv is None:
             self.notes.append(f"{group.name}: KV bytes not captured, the layer has no cache of its own")
-            return set()
+            return {}
         views = {} if heads_first(layer, kv) else head_views(kv, group.spec, group.num_slots)
         self.halves[group.index] = tuple(views) if views else ("K", "V")
         if not capture_bytes:
-            return set()
+            return {}
         if not views:
             self.notes.append(f"{group.name}: KV bytes not captured, a layout that is not known: {list(kv.shape)}")
-            return set()
+            return {}
         axes = dict.fromkeys(views, PLAIN)
-        if kv.device.type == "cpu" and len(kv.shape) == 4:
+        if is_of_cpu(kv):
             views = packed_views(kv, group.spec)
             axes = stored_halves(layer, kv, group.spec)
         streams: list[KvStream] = []
@@ -142,28 +165,52 @@ class KvCapture:
             )
         if streams:
             self.streams[group.index] = tuple(streams)
-        return {half for half, how in axes.items() if how == PLAIN} if streams else set()
+        return {stream.half: axes.get(stream.half, "") for stream in streams}
 
-    def _sample(self, group: Any, layers: list[Any], plain: set[str], seed: int) -> None:
-        """Add what samples all layers of a group, of the halves that lie in memory as they are handed in."""
+    def _watch(self, group: Any, layers: list[Any]) -> None:
+        """Look at what the layers of a group hand in; those that share another's cache hand in nothing."""
+        numbers = [layer_number(name) for name in group.layers]
+        if not callable(getattr(layers[0].impl, "do_kv_cache_update", None)):
+            return
+        if len(set(numbers)) < len(numbers) or len(layers) < len(numbers):  # nobody could tell whose rows they are
+            layers, numbers = layers[:1], numbers[:1]
+        sharing = [getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers]
+        own = {n: layer for n, layer, other in zip(numbers, layers, sharing, strict=True) if other is None}
+        if own:
+            self._updated |= {id(layer): (layer, group.index, number) for number, layer in own.items()}
+            self._given[group.index] = SubmittedKv(group, numbers[0], tuple(own))
+
+    def _sample(self, group: Any, layers: list[Any], halves: dict[str, str], seed: int) -> None:
+        """Add what samples all layers of a group, from memory where they lie as they are handed in, else as they are handed in."""
+        import torch
+
         pools = [cache_of(layer) for layer in layers]
         if any(kv is None or kv.shape != pools[0].shape or kv.device != pools[0].device for kv in pools):
             return
         numbers = tuple(layer_number(name) for name in group.layers)
         dtype = cache_dtype(layers[0], pools[0])
-        for half in sorted(plain):
-            wholes = [whole_half(kv, group, half) for kv in pools]
-            tensors, (_, axes) = tuple(tensor for tensor, _ in wholes), wholes[0]
-            if len(numbers) != len(tensors) or not axes:
-                return
-            source, streams = KvTensor(tensor=tensors, axes=axes), self.streams[group.index]
-            scales = {cache_scale(layer, half) for layer in layers}
-            scale = scales.pop() if len(scales) == 1 else 0.0
-            self.sources[group.index, len(streams)] = source
-            self.streams[group.index] = (
-                *streams,
-                source.sampling_stream(half, layers=numbers, seed=seed, dtype=dtype, scale=scale),
-            )
+        for half, how in sorted(halves.items()):
+            number = len(self.streams[group.index])
+            if how == PLAIN:
+                wholes = [whole_half(kv, group, half) for kv in pools]
+                tensors, (_, axes) = tuple(tensor for tensor, _ in wholes), wholes[0]
+                if len(numbers) != len(tensors) or not axes:
+                    return
+                tensor = KvTensor(tensor=tensors, axes=axes)
+                scales = {cache_scale(layer, half) for layer in layers}
+                scale = scales.pop() if len(scales) == 1 else 0.0
+                stream = tensor.sampling_stream(half, layers=numbers, seed=seed, dtype=dtype, scale=scale)
+                self.sources[group.index, number] = tensor
+            elif not how and group.index in self._given:
+                given, dtype_given = self._given[group.index], self._submitted_dtype
+                each = int(pools[0].shape[1]) * int(group.spec.head_size) * getattr(torch, dtype_given).itemsize
+                if each < ALIGN_BYTES:
+                    continue
+                stream = given.sampling_stream(half, each, seed=seed, dtype=dtype_given)
+                self.sources[group.index, number] = given.source(number)
+            else:
+                continue
+            self.streams[group.index] = (*self.streams[group.index], stream)
 
     def _submitted(self, group: Any, layer: Any, kv: Any, half: str, view: Any, capture_bytes: int) -> KvSource | None:
         """Return the source over a copy that is filled from the layer's updates."""
@@ -173,7 +220,6 @@ class KvCapture:
         key = (half, int(kv.data_ptr()), group.block_size, capture)
         mirror = self._mirrors.setdefault(key, _Mirror(key, group.num_slots))
         self._of_group.setdefault(group.index, []).append(mirror)
-        self._of_impl.setdefault(id(layer.impl), (layer.impl, []))[1].append(mirror)
         return KvSource(tensor=mirror.content, page_size=1, bytes_per_token=capture, read_bytes=capture)
 
 
@@ -183,6 +229,11 @@ def cache_of(layer: Any) -> Any:
     if isinstance(kv, list | tuple) and len(kv) == 1:
         kv = kv[0]
     return kv if hasattr(kv, "stride") else None
+
+
+def is_of_cpu(kv: Any) -> bool:
+    """Say whether a cache is that of attention on the CPU, which is given K and V as they are."""
+    return kv.device.type == "cpu" and len(kv.shape) == 4
 
 
 def cache_dtype(layer: Any, kv: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...process.settings import RecordingSettings
-from ...trace.header import NotWatched
+from ...trace.header import NotWatched, Runner
 from .attention import AttentionReader
 from .blocks import why_no_history
 from .connectors.external import not_watched as connector_not_watched
@@ -39,6 +39,11 @@ def not_watched(
     if layout.draft_offset is not None and steps_in_one_graph(runner):
         reason = "they run in one CUDA graph, and what goes into each of them is nowhere to be seen"
         entries.append(NotWatched(what="other", name="the draft's forwards behind its first one", reason=reason))
+    drafts = [layout.draft] if layout.draft is not None and layout.draft_offset is not None else []
+    for name, groups in ((Runner().name, layout.groups), (DRAFT_NAME, drafts)):
+        if not all(layout.kv.compares(group.index) for group in groups):
+            reason = "what layers hand to the cache is not read, or stored as other values"
+            entries.append(NotWatched(what="submitted", name=name, reason=reason))
     for group, backend in attention.not_read:
         reason = f"the metadata of {backend} are not known"
         entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))

@@ -33,7 +33,8 @@ from .identity import Identities
 from .layout import VllmLayout, describe_engine
 from .not_watched import not_watched, why_no_slots
 from .results import StepResults, is_read
-from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of
+from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of, tokens_of
+from .submitted import Submitted, of_tokens
 
 logger = logging.getLogger("kvcanary")
 
@@ -311,6 +312,7 @@ class VllmRecording:
         forwards = self.layout.states.beside(forwards_of(step, self.layout.groups, running, self.requests), step)
         forwards = self.identities.beside(forwards)
         self.drafts.behind(step, running, forwards)
+        self.layout.kv.take_submitted()  # what no forward has taken
         for known in running:
             known.fresh = False
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]
@@ -323,6 +325,13 @@ class VllmRecording:
         self.recorder.before_forward(self.drafts.beside(given))
         for one in attention:
             self.recorder.attention(chosen_attention(one, chosen))
+
+    def _end(self, step: Step | None, chosen: Any, given: Submitted, note: str, error: BaseException | None) -> None:
+        """Complete a forward of a step's `chosen` requests, with what was `given` for the step's tokens."""
+        said: dict[str, Any] = {"note": note, "failed": error is not None}
+        if given and step is not None:  # on the host
+            said["submitted"] = of_tokens(given, tokens_of(step.extend, chosen))
+        self.recorder.after_forward(**said)
 
     @around
     def on_attention(self, *_args: Any, **_kwargs: Any) -> Around:
@@ -360,10 +369,13 @@ class VllmRecording:
         if error is None and step is not None and step.attention:
             again = self._read_attention(step)  # what the metadata hold at the forward's end
             attention = again if again is step.attention else (*step.attention, *again)
-        self.recorder.after_forward(note=note, failed=error is not None)
+        given: Submitted = {}
+        if error is None and step is not None:
+            given = self.layout.kv.take_submitted(dict(enumerate(step.written)))
+        self._end(step, self._first, given, note, error)
         for forward in self._later:
             self._begin(forward, attention)
-            self.recorder.after_forward(note=note, failed=error is not None)
+            self._end(step, forward[2], given, note, error)
         self._now, self._later = None, []
         if self.layout.draft is None:
             self._filled()

@@ -213,7 +213,7 @@ def forwards_of(
         chosen = np.flatnonzero(wave == number)
         mine = [requests[r] for r in chosen.tolist()]
         prefix, extend = step.prefix[chosen], step.extend[chosen]
-        tokens = ragged_index(begins[chosen], extend) if chosen.size < len(requests) else slice(None)
+        tokens = tokens_of(step.extend, chosen)
         prompt_lens = np.array([known.prompt_len for known in mine], np.int64)
         forward = ForwardInput(
             mode="target_verify" if drafted[chosen[0]] else mode_by_lens(extend, prefix, prompt_lens),
@@ -230,6 +230,12 @@ def forwards_of(
         )
         found.append((forward, tuple(known.name for known in mine), chosen))
     return found
+
+
+def tokens_of(extend: Int64Array, chosen: Int64Array) -> Any:
+    """Return which tokens of a step are those of some of its requests, `chosen` `[n]`."""
+    begins = np.cumsum(extend) - extend
+    return ragged_index(begins[chosen], extend[chosen]) if chosen.size < extend.size else slice(None)
 
 
 def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array) -> TableRead:

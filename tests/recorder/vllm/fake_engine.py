@@ -52,6 +52,7 @@ class GPUModelRunner:
     on_attention: Any = None
     own_tables = True  # attention's metadata have block tables of their own
     uses_mrope = False
+    deeper: tuple[str, ...] = ()  # layers of the first group behind its first one
 
     def __init__(self, specs: list[KVCacheSpec], num_blocks: int, *, use_async: bool = False) -> None:
         self.use_async = use_async
@@ -74,7 +75,9 @@ class GPUModelRunner:
         names = getattr(drafter, "_draft_attn_layer_names", ()) or getattr(drafter, "draft_attn_layer_names", ())
         drafts = sorted(names)
         self.groups = [
-            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{gid}.attn", *(() if gid else drafts)])
+            SimpleNamespace(
+                kv_cache_spec=spec, layer_names=[f"model.layers.{gid}.attn", *(() if gid else (*self.deeper, *drafts))]
+            )
             for gid, spec in enumerate(specs)
         ]
         self.initialize_kv_cache(SimpleNamespace(kv_cache_groups=self.groups, num_blocks=num_blocks))
@@ -85,7 +88,7 @@ class GPUModelRunner:
         self.kv = torch.zeros(config.num_blocks, HEADS, BLOCK, 2 * DIM)
         for group in config.kv_cache_groups:
             for name in group.layer_names:
-                kv = torch.zeros_like(self.kv) if "draft" in name else self.kv
+                kv = torch.zeros_like(self.kv) if "draft" in name or name in self.deeper else self.kv
                 self.layers[name] = SimpleNamespace(kv_cache=kv, impl=Attention())
         tables = [
             SimpleNamespace(
@@ -170,6 +173,9 @@ class GPUModelRunner:
             layer = self.layers[group.layer_names[0]]
             slots = table.slot_mapping.gpu[: input_ids.shape[0]]
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+            for name in self.deeper if group is self.groups[0] else ():
+                other = self.layers[name]
+                other.impl.do_kv_cache_update(other, 2 + key, 2 + value, other.kv_cache, slots)
             window = getattr(group.kv_cache_spec, "sliding_window", WIDTH)
             both = layer.kv_cache.view(-1, HEADS, 2 * BLOCK, DIM)
             for name, row, end in self.ends:

@@ -152,7 +152,8 @@ def test_a_load_that_lands_late_and_one_that_fails(played: Played) -> None:
 
 
 def test_only_blocks_that_the_connector_was_asked_for_count_as_loaded(played: Played) -> None:
-    counted = ExternalSlots(0, SIZE, np.arange(4 * SIZE, 7 * SIZE), own=True)  # of blocks 4 to 6, of which 5 is asked for
+    # Blocks 4 to 6, of which 5 is asked for.
+    counted = ExternalSlots(0, SIZE, np.arange(4 * SIZE, 7 * SIZE), own=True)
     played.step(stores=[(2, "a")])
     played.step(loads=[(5, "a")])
     asked = played.copies.asked_for(counted)

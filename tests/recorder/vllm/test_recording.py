@@ -240,7 +240,7 @@ def test_what_a_cache_of_8_bits_is_handed_is_in_the_dtype_of_the_model() -> None
     (layer,) = runner.layers.values()
     layer.kv_cache, layer.kv_cache_dtype = torch.zeros(8, HEADS, BLOCK, 32, dtype=torch.uint8), "fp8"
     streams = VllmLayout(runner, RecordingSettings(folder=Path())).kv.streams[0]
-    assert [(s.half, s.origin, s.dtype) for s in streams] == [(half, "submitted", "float32") for half in "KV"]
+    assert [(s.half, s.origin, s.dtype) for s in streams] == [(half, "submitted", "float32") for half in "KVKV"]
 
 
 def test_bytes_in_a_layout_that_is_not_known_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from ..attention import FIELDS, PLAIN_BACKENDS, chosen_attention, chosen_reads, 
 from ..connectors.pairs import transfers_of
 from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
 from ..step import Step, StepForward, VllmRequest, VllmRequests, forward_context, table_read
+from ..submitted import of_tokens
 
 NOT_RUN = "the drafter did not run over these tokens"
 
@@ -43,6 +44,10 @@ class DraftCall:
     slots: Int64Array
     metadata: Any  # of the draft's attention
 
+    def tokens_of(self, chosen: Int64Array) -> Int64Array:
+        """Return which tokens have a slot, of some of the batch's requests, `chosen` `[n]`."""
+        return ragged_index((np.cumsum(self.extend) - self.extend)[chosen], self.kept[chosen])
+
 
 class DraftForwards:
     """Records a draft's forwards behind those of its target."""
@@ -53,6 +58,7 @@ class DraftForwards:
         self._offset = layout.draft_offset or 0
         self._others = len(layout.groups)
         self._recorder = recorder
+        self._kv = layout.kv
         self._known = requests
         self._runner = runner
         self._layers = runner.vllm_config.compilation_config.static_forward_context
@@ -114,7 +120,7 @@ class DraftForwards:
         self, *_args: Any, input_ids: Any = None, positions: Any = None, inputs_embeds: Any = None, **_kwargs: Any
     ) -> Finish | None:
         """Record a forward of the draft's model: what goes in before it, what it wrote after it."""
-        call = self._call(None if inputs_embeds is not None else input_ids, positions)
+        call, group = self._call(None if inputs_embeds is not None else input_ids, positions), self._group
         if call is None:
             return None
         first, self._cached = self._cached is None, call.prefix + call.extend
@@ -133,16 +139,19 @@ class DraftForwards:
             return None
         got = self._attention(call)
         self._begin(forwards[0], got, waves[0])
+        self._kv.take_submitted()  # what no forward has taken
 
         def finish(_: Any, error: BaseException | None) -> None:
             again = self._attention(call) if error is None else got
             if got is not None and again is not None and not same_attention([got], [again]):
                 self._recorder.attention(chosen_attention(again, waves[0]))
             note = "" if error is None else f"the draft model raised {self._recorder.error_text(error)}"
-            self._recorder.after_forward(note=note, failed=error is not None)
-            for forward, wave in zip(forwards[1:], waves[1:], strict=True):
-                self._begin(forward, again, wave)
-                self._recorder.after_forward(note=note, failed=error is not None)
+            given = self._kv.take_submitted({group.index: call.slots}) if error is None and group is not None else {}
+            for number, (forward, wave) in enumerate(zip(forwards, waves, strict=True)):
+                if number:
+                    self._begin(forward, again, wave)
+                submitted = of_tokens(given, call.tokens_of(wave))
+                self._recorder.after_forward(note=note, failed=error is not None, submitted=submitted)
 
         return finish
 
@@ -181,8 +190,7 @@ class DraftForwards:
     def _forward(self, mode: Any, call: DraftCall, chosen: Int64Array) -> ForwardInput:
         """Return the forward of some of the batch's requests, `chosen` `[n]`."""
         assert self._group is not None
-        starts, kept, prefix = np.cumsum(call.extend) - call.extend, call.kept[chosen], call.prefix[chosen]
-        tokens = ragged_index(starts[chosen], kept)
+        kept, prefix, tokens = call.kept[chosen], call.prefix[chosen], call.tokens_of(chosen)
         mine = [self._requests[r] for r in chosen.tolist()]
         zeros, nothing = np.zeros_like(kept), np.full(tokens.size, -1, np.int64)
         unread = TableRead(starts=zeros, counts=zeros, slots=zeros[:0])
