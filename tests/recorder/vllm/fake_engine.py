@@ -281,6 +281,7 @@ def serve(
 ) -> dict[str, list[int]]:
     """Run six requests, half of which share a prefix, on a new engine; return their tokens."""
     kind = GPUModelRunnerV2 if v2 else GPUModelRunner
+    CONTEXT.attn_metadata = None  # no forward of an engine before this one
     runner = kind(specs or [FullAttentionSpec()], num_blocks, use_async=use_async)
     if stored:
         runner.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="HostConnector", kv_role="kv_both")
