@@ -444,6 +444,8 @@ def generate(setup: str, folder: Path) -> None:
         setup == "hybrid-turns"
     ):  # without a bug this attention needs slots that its sliding pool does not have, and ends
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
+    if setup == "hybrid-page4-inside":  # what lies in front of a window stays for those who leave a prompt there
+        os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
     if "uneven" in setup:
         tell_layers_apart()
     if setup in ("recurrent-ends", "recurrent-few-slots"):
@@ -476,6 +478,8 @@ def generate(setup: str, folder: Path) -> None:
         enable_mixed_chunk=setup.endswith("mixed"),
         max_mamba_cache_size=8
         if setup in ("recurrent-retract", "recurrent-few-slots", "recurrent-handed-on")
+        else 12
+        if setup == "recurrent-padded"
         else None,
         page_size=chosen.page,
         max_total_tokens=chosen.slots,

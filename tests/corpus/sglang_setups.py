@@ -411,6 +411,36 @@ def _recurrent_handed_on(ask: Asked) -> None:
     ask.again = [ask.tokens(2), ask.prompts[1] + ask.tokens(6), ask.tokens(3), ask.tokens(26)]
 
 
+def _hybrid_page4_inside(ask: Asked) -> None:
+    """Prompts of one chunk, and others that leave them in the middle of it."""
+    ask.prompts = [ask.tokens(count) for count in (31, 29, 14)]
+    ask.again = [
+        ask.prompts[0][:20] + ask.tokens(9),
+        ask.tokens(26),
+        ask.prompts[1][:17] + ask.tokens(6),
+        ask.prompts[0] + ask.tokens(5),
+    ]
+
+
+def _recurrent_padded(ask: Asked) -> None:
+    """Prompts three of which are answered at a time, and some that go on behind what others have left."""
+    ask.prompts = [ask.tokens(count) for count in (16, 21, 9, 27)]
+    ask.again = [
+        ask.prompts[1] + ask.tokens(2),
+        ask.tokens(18),
+        ask.prompts[0] + ask.tokens(1),
+        ask.tokens(12),
+        ask.prompts[2] + ask.tokens(2),
+        ask.prompts[3] + ask.tokens(1),
+    ]
+
+
+def _llama_page4_crush_retract(ask: Asked) -> None:
+    """Prompts that leave few slots to those who answer, more than can be computed at a time."""
+    ask.prompts = [ask.tokens(count) for count in (23, 18, 27, 14, 21)]
+    ask.again = [ask.prompts[1] + ask.tokens(6), ask.tokens(25), ask.prompts[3] + ask.tokens(11), ask.tokens(19)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -511,6 +541,9 @@ SETUPS = {
     "llama-page8-wide": Setup("llama", 8, 1200, False, 3, False, then=_llama_page8_wide),
     "llama-page4-repeats": Setup("llama", 4, 516, False, 2, False, then=_llama_page4_repeats),
     "llama-lora-page4-apart": Setup("llama", 4, 468, False, 3, False),
+    "llama-page4-crush-retract": Setup("llama", 4, 132, False, 4, True, then=_llama_page4_crush_retract),
+    "recurrent-padded": Setup("lfm2", 1, 444, False, 3, False, then=_recurrent_padded),
+    "hybrid-page4-inside": Setup("mellum_hybrid", 4, 460, False, 3, False, then=_hybrid_page4_inside),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -539,4 +572,7 @@ TELLING = (
     "recurrent-handed-on",
     "llama-page4-repeats",
     "llama-lora-page4-apart",
+    "hybrid-page4-inside",
+    "recurrent-padded",
+    "llama-page4-crush-retract",
 )

@@ -260,6 +260,28 @@ def own_requests(setup: str) -> list:
             ask("e", random_prompt(234, 11), 14, 36),
             ask("f", random_prompt(235, 5), 10, 40),
         ]
+    if setup == "hybrid-cancels":  # one of which is sent away while others run on with full windows
+        return [
+            ask("a", random_prompt(240, 38), 42),
+            ask("b", random_prompt(241, 44), 30, 2),
+            ask("c", random_prompt(242, 29), 26, 5),
+            ask("d", random_prompt(243, 35), 24, 11),
+            ask("e", random_prompt(244, 21), 14, 33),
+        ]
+    if setup == "qwen-sleeps":  # that begin alike before and behind a sleep
+        return [
+            ask("a", random_prompt(250, 33), 12),
+            ask("b", system + random_prompt(251, 4), 15, 1),
+            ask("c", random_prompt(250, 33) + random_prompt(252, 8), 20, 16),
+            ask("d", random_prompt(253, 19), 16, 17),
+            ask("e", system + random_prompt(254, 11), 14, 22),
+        ]
+    if setup == "offload-hybrid-brief":  # of which two at a time find room, with windows that are full
+        return [
+            ask("a", random_prompt(260, 33), 19),
+            ask("b", random_prompt(261, 37), 20, 1),
+            ask("c", random_prompt(262, 26), 17, 3),
+        ]
     return []
 
 
@@ -325,6 +347,24 @@ def new_weights(at_step: int) -> None:
 
     ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
     ContinuousBatchProcessor._generation_step = generation_step
+
+
+def sleeps(at_step: int) -> None:
+    """Have the cache's memory taken away before a step is prepared, when nothing runs, and come back filled with zeros."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+    prepare, slept, steps = ContinuousBatchProcessor.prepare_next_batch, [], [0]
+
+    def prepare_next_batch(processor) -> bool:
+        if steps[0] >= at_step and not slept and not processor.scheduler.active_requests:
+            empty_prefix_cache(processor)
+            processor.cache.cache_tensor.zero_()
+            slept.append(True)
+        ready = prepare(processor)
+        steps[0] += ready
+        return ready
+
+    ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
 
 
 def generate(setup: str, folder: Path) -> None:
@@ -434,8 +474,17 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "qwen-goes-on":
         batching = {"num_blocks": 84, "max_batch_tokens": 42}
         goes_on(requests, {"d": "a", "e": "b", "f": "c"})
+    if setup == "offload-hybrid-brief":
+        batching |= {"num_blocks": 9, "max_batch_tokens": 48}
+    if setup == "hybrid-cancels":
+        batching = {"num_blocks": 60, "max_batch_tokens": 40}
+        cancel("b", 9)
+    if setup == "qwen-sleeps":
+        batching = {"num_blocks": 66, "max_batch_tokens": 48}
+        sleeps(16)
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
+    sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

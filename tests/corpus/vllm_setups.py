@@ -48,6 +48,11 @@ TELLING = (
     "llama-eagle-steps",
     "qwen-loads-slow",
     "hybrid-graphs",
+    "hybrid-rings",
+    "qwen-pushes",
+    "qwen-halves",
+    "llama-loads-holes",
+    "qwen-loads-memories",
 )
 
 
@@ -1223,4 +1228,76 @@ def _hybrid_graphs(ask: Asked) -> Batches:
     return [
         [ask.tokens(28), ask.shared + ask.tokens(4), ask.tokens(39), ask.tokens(51)],
         [ask.shared[:60], ask.tokens(33), ask.shared + ask.tokens(15), ask.tokens(22), ask.tokens(46)],
+    ]
+
+
+@setup("hybrid-rings", "hybrid", {"max_num_batched_tokens": 152, "num_gpu_blocks_override": 76, "max_num_seqs": 2})
+def _hybrid_rings(ask: Asked) -> Batches:
+    """Prompts of chunks that are much longer than the window, and of some that are shorter."""
+    return [
+        [ask.tokens(118), ask.shared + ask.tokens(61), ask.tokens(35)],
+        [ask.shared + ask.tokens(17), ask.tokens(143)],
+    ]
+
+
+@setup("qwen-pushes", "qwen", {"max_num_batched_tokens": 44, "num_gpu_blocks_override": 44, "max_num_seqs": 3})
+def _qwen_pushes(ask: Asked) -> Batches:
+    """Prompts of one chunk and of up to four."""
+    return [
+        [ask.shared + ask.tokens(41), ask.tokens(22), ask.tokens(131)],
+        [ask.tokens(37), ask.shared + ask.tokens(58), ask.shared[:66] + ask.tokens(14)],
+    ]
+
+
+@setup(
+    "qwen-halves",
+    "qwen",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 70, "num_gpu_blocks_override": 42, "max_num_seqs": 3},
+)
+def _qwen_halves(ask: Asked) -> Batches:
+    """Prompts of one block and of several, in numbers of sixteen bits."""
+    return [
+        [ask.shared + ask.tokens(9), ask.tokens(24), ask.tokens(57)],
+        [ask.shared[:66] + ask.tokens(18), ask.tokens(45)],
+    ]
+
+
+@setup(
+    "llama-loads-holes",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 200,
+        "num_gpu_blocks_override": 40,
+        "max_num_seqs": 2,
+    },
+)
+def _llama_loads_holes(ask: Asked) -> Batches:
+    """Prompts that go on behind the same two blocks, and come again when others have been kept in between."""
+    longer = ask.shared[:64] + ask.tokens(79)
+    return [
+        [ask.shared[:64] + ask.tokens(66)],
+        [ask.tokens(97), ask.tokens(98)],
+        [longer],
+        [longer + ask.tokens(14), ask.tokens(30)],
+    ]
+
+
+@setup(
+    "qwen-loads-memories",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 120,
+        "num_gpu_blocks_override": 34,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_memories(ask: Asked) -> Batches:
+    """Prompts that are asked alone, and then behind one another."""
+    texts = [ask.shared[:64], ask.tokens(64), ask.tokens(32)]
+    return [
+        [text + ask.tokens(5) for text in texts],
+        [texts[0] + texts[1] + ask.tokens(12), ask.tokens(28)],
+        [texts[2] + texts[0] + ask.tokens(7), texts[1] + ask.tokens(16)],
     ]
