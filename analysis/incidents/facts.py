@@ -15,6 +15,7 @@ from ...recorder.trace.header import TraceHeader
 MAX_PLACES: Final = 20_000
 FACTS_A_SLOT: Final = 16
 NOBODY: Final = -1
+HANDED_IN: Final = "handed in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,8 @@ class Fact:
     `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, a
     copy or load its source, and a load in `together` how often that was stored since what it held before was read. For a change `twin`
     names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event` that write's event,
-    `twin_kind` its kind (forward or transfer), `together` how many slots changed at once, and `via` the last forward before.
+    `twin_kind` its kind (forward, transfer, or `HANDED_IN`: the model handed them in for that slot, which got others), `together`
+    how many slots changed at once, and `via` the last forward before.
     """
 
     event: int

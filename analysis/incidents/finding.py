@@ -23,7 +23,7 @@ from ...replayer.report.violations import PARQUET_ERRORS
 from ..errors import AnalysisError
 from .alike import KnownBugs, known_bugs
 from .building import incident_rows
-from .facts import MAX_PLACES, Facts
+from .facts import HANDED_IN, MAX_PLACES, Facts
 from .gathering import gather
 from .linking import NamedSlots, link, merge
 from .places import FINDING, MAX_HELD_PLACES, Places, iter_rows, place_keys, read_places
@@ -181,8 +181,8 @@ def _stamp(report: Path) -> bytes:
 
 
 def _named(places: Places, facts: Facts, groups: Sequence[PoolGroup]) -> Iterator[NamedSlots]:
-    """The slots of the events behind findings about more than one slot, the full slots of sliding-window ones, and where went
-    what a request has written and its row does not name.
+    """The slots of the events behind findings about more than one slot, the full slots of sliding-window ones, where went
+    what a request has written and its row does not name, and for which slot bytes were handed in that came to another.
     """
     chosen = np.flatnonzero((places["source"] == FINDING) & np.isin(places["event"], list(facts.named)))
     for place in chosen.tolist():
@@ -201,9 +201,11 @@ def _named(places: Places, facts: Facts, groups: Sequence[PoolGroup]) -> Iterato
             written = facts.wrote_before(request, position, event + (kind == ATTENTION_SLOTS))
             if written is not None:
                 yield NamedSlots(place=place, group=group, slots=np.array(written[1:], np.int64))
+        history = facts.of(group, int(places["slot"][place]), upto=int(places["event"][place]))
+        for strayed in {fact.twin for fact in history if fact.twin_kind == HANDED_IN}:
+            yield NamedSlots(place=place, group=strayed[0], slots=np.array(strayed[1:], np.int64))
         if not 0 <= group < len(groups) or groups[group].lut < 0:
             continue
-        history = facts.of(group, int(places["slot"][place]), upto=int(places["event"][place]))
         full = [fact.via for fact in history if fact.what == "written"][-2:]
         if full:
             yield NamedSlots(place=place, group=-1 - groups[group].table, slots=np.array(full, np.int64))

@@ -25,7 +25,7 @@ from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
 from ...recorder.trace.schema import LET_GO, RECEIVE, TIER_POOL
-from .facts import MAX_PLACES, NOBODY, Begin, Fact, Facts, Rewrite, SlotFacts, Status
+from .facts import HANDED_IN, MAX_PLACES, NOBODY, Begin, Fact, Facts, Rewrite, SlotFacts, Status
 from .places import FINDING, Places
 
 _MAX_STATUSES: Final = 32
@@ -60,6 +60,12 @@ class ChangedBytes:
         streams = zip(self._header.streams(forward.runner), forward.kv_bytes, strict=True)
         parts = [(group, data, forward.out_cache_loc[self._header.groups[group].table]) for (group, _), data in streams]
         self._recent.append(_Written(event=forward.event, kind="forward", parts=parts))
+        lost = []
+        for (group, data, slots), handed in zip(parts, forward.kv_submitted, strict=False):
+            at = np.flatnonzero((data != handed).any(axis=1))  # what did not come to its slot may have come to another
+            lost.append((group, handed[at], slots[at]))
+        if lost:
+            self._recent.append(_Written(event=forward.event, kind=HANDED_IN, parts=lost))
 
     def received(self, transfer: TransferEvent) -> None:
         """Remember a transfer that landed."""

@@ -43,7 +43,8 @@ def row_ordinary(
     """Say whether a row is its request's, and the request no shorter than it was; 0 or 1."""
     last, status = rows.last, rows.status
     its_own = status[row, GIVEN] != 0 and status[row, HOLDER] == request
-    if complete != 0 and status[row, STATUS_EVENT] > 0 and not its_own:
+    taken_back = status[row, GIVEN] == 0 and status[row, HOLDER] == request
+    if status[row, STATUS_EVENT] > 0 and not its_own and (complete != 0 or taken_back):
         return 0
     if runner == 0 and same_request(last, row, request) == 1:
         if complete != 0 or its_own:

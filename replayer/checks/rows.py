@@ -33,8 +33,8 @@ class RowReassigned(HistoryCheck):
     """A forward reads a row for a request that the row was not given to, or two entries of a batch have one row.
 
     A row that is taken back and given to another while a launched forward still reads it shows here; overlap's one extra
-    forward of a finished request is recorded before the row is taken back. A row that stands twice is judged in every trace,
-    the rest only if the trace promises to report every request's status.
+    forward of a finished request is recorded before the row is taken back. A row that stands twice is judged in every trace, and one
+    that was taken back from the very request; the rest only if the trace promises to report every request's status.
     """
 
     kind = "row_reassigned"
@@ -47,8 +47,7 @@ class RowReassigned(HistoryCheck):
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         yield from self._twice(view)
-        if self.history.complete:
-            yield from self._given_away(view)
+        yield from self._given_away(view)
 
     def _twice(self, view: ForwardView) -> Iterator[Finding]:
         """Yield a finding for each further entry of a batch that has a row which another has; a draft may have several."""
@@ -66,6 +65,8 @@ class RowReassigned(HistoryCheck):
         inside = owners.inside(forward) & (forward.request_ids >= 0)
         status = owners.status[np.where(inside, forward.req_pool_indices, 0)]
         wrong = inside & (status[:, STATUS_EVENT] > 0) & ~owners.given(forward)
+        if not self.history.complete:
+            wrong &= (status[:, STATUS_GIVEN] == 0) & (status[:, STATUS_REQUEST] == forward.request_ids)
         for r in np.flatnonzero(wrong).tolist():
             event, holder = int(status[r, STATUS_EVENT]), int(status[r, STATUS_REQUEST])
             row, key = int(forward.req_pool_indices[r]), (event, int(forward.request_ids[r]))

@@ -3,7 +3,14 @@
 from ..cluster import Cluster, Diagnosis, rule
 from ..facts import FACTS_A_SLOT, Fact
 from ..seen.likely import POSSIBLE, REMAINS
-from ..seen.observed import given_what_is_cached, hit_what_it_was_given, lower_edge, window_gone_round, wrote_to_padding
+from ..seen.observed import (
+    computed_though_put_back,
+    given_what_is_cached,
+    hit_what_it_was_given,
+    lower_edge,
+    window_gone_round,
+    wrote_to_padding,
+)
 from ..sign import CONTENT, Sign
 
 _LOST_SLOT = ("read_after_free", "read_of_foreign_slot", "write_to_foreign_slot", "hit_never_written")
@@ -250,6 +257,11 @@ def scheduled_after_retraction(cluster: Cluster) -> Diagnosis | None:
     that it has given back. (V#23713)
     """
     for sign in cluster.head:
+        if computed_though_put_back(cluster, sign):
+            said = f"{sign.reader} was put back in event {sign.evidence[0]} and has not been let in again, and was computed in {sign.when} "
+            return cluster.diagnosis(
+                0.96, f"{said}all the same: it {sign.detail}", sign, *sign.evidence, cause=sign.evidence[0]
+            )
         ends = [s for s in cluster.facts.statuses.get(sign.request_id, ()) if s.event < sign.event]
         left = next((s for s in reversed(ends) if s.status == "retracted"), None)
         given = cluster.facts.given.get(sign.request_id, ())

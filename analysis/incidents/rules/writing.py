@@ -3,6 +3,7 @@
 from ..cluster import Cluster, Diagnosis, events_query, rule
 from ..facts import Fact
 from ..seen.observed import (
+    came_to_another,
     given_what_is_cached,
     its_own_slot,
     kept_nowhere,
@@ -35,6 +36,12 @@ def slot_mapping(cluster: Cluster) -> Diagnosis | None:
 
 def _beside(cluster: Cluster) -> Diagnosis | None:
     """A token that attention looks for where its row says, or that its request reads there later, and that went elsewhere."""
+    strayed = came_to_another(cluster)
+    if strayed is not None:
+        sign, at = strayed
+        said = f"{sign.place} got what the forward of event {at.twin_event} handed in for slot {at.twin[1]}, which did not get it; "
+        said += f"read in {sign.when} by {sign.reader}"
+        return cluster.diagnosis(0.95, said, sign, at.twin_event, cause=at.twin_event)
     lost = next((s for s in cluster.head if s.kind == "write_lost" or s.cause == "zeros"), None)
     hit = next((s for s in cluster.head if s.bits == KV_HASH and cluster.last(s, "changed") is not None), None)
     if lost is not None and hit is not None:

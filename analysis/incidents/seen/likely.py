@@ -18,12 +18,16 @@ from .observed import (
     behind_its_end,
     behind_its_rows_end,
     cached_by_nobody,
+    came_to_another,
+    computed_though_put_back,
     filled_while_read,
     given_at_once,
+    given_to_two,
     given_what_is_cached,
     goes_on_inside,
     handed_round,
     has_its_row,
+    has_no_slots_for_its_prompt,
     hit_what_it_was_given,
     its_own_slot,
     kept_nowhere,
@@ -113,6 +117,8 @@ def _content(cluster: Cluster) -> bool:
 def _by_rows(cluster: Cluster, seen: Evidence) -> Likely | None:
     """Rows that changed hands, entries that lead nowhere, the full-to-SWA table."""
     kinds = _kinds(cluster)
+    if any(computed_though_put_back(cluster, s) for s in cluster.head):
+        return Likely("allocation", ("scheduled_after_retraction", "row_reassigned_in_flight"))
     strayed = any((s.event, s.request_id) in cluster.facts.strayed for s in cluster.head)
     if ("row_reassigned" in kinds and not twice_in_batch(cluster)) or strayed:
         return Likely("table", ("row_reassigned_in_flight",))
@@ -140,6 +146,8 @@ def _by_rows(cluster: Cluster, seen: Evidence) -> Likely | None:
 def _by_what_was_fed(cluster: Cluster, seen: Evidence) -> Likely | None:
     """Tokens, positions and lengths that model and attention got."""
     kinds = _kinds(cluster)
+    if has_no_slots_for_its_prompt(cluster):
+        return Likely("content", ("prefix_not_computed", "position_off"))
     if handed_round(cluster):
         return Likely("input", ("next_token_swap",))
     if any(k.startswith("input_") for k in kinds) and not begins_from_another(cluster):
@@ -159,6 +167,8 @@ def _by_what_was_written(cluster: Cluster, seen: Evidence) -> Likely | None:
     apart = cluster.finding("table_entry_differs")
     if apart is not None and not content and cluster.rewrite_of(apart) is None:
         return Likely("write", ("slot_mapping", "req_to_token"))
+    if came_to_another(cluster) is not None:
+        return Likely("write", ("slot_mapping", "kv_write_lost"))
     if stored_nowhere(cluster, seen.sign) is not None:
         return Likely("write", ("kv_write_lost", "slot_mapping"))
     if still_empty(cluster) is not None and not content:
@@ -196,6 +206,8 @@ def _by_its_beginning(cluster: Cluster, seen: Evidence) -> Likely | None:
 def _by_its_holder(cluster: Cluster, seen: Evidence) -> Likely | None:
     """Who held the slot, and who has lost it since."""
     sign = seen.sign
+    if given_to_two(cluster, sign):
+        return Likely("allocation", ("page_given_twice", "double_free", "free_too_early"))
     if seen.held is Held.GIVEN_ANEW and not cluster.complete and not cluster.facts.frees_of_nobody:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
     if hit_what_it_was_given(cluster, sign) is not None:

@@ -2,7 +2,7 @@
 
 from ....recorder.trace.schema import SUBMITTED
 from ..cluster import Cluster
-from ..facts import Fact
+from ..facts import HANDED_IN, Fact
 from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
 
 
@@ -111,6 +111,12 @@ def stored_nowhere(cluster: Cluster, sign: Sign) -> int | None:
     return sign.event if sign.position in cluster.facts.nowhere.get((sign.event, sign.request_id), ()) else None
 
 
+def came_to_another(cluster: Cluster) -> tuple[Sign, Fact] | None:
+    """Return a slot's sign that got what a forward had handed in for another, and its change; None for none."""
+    changes = ((sign, cluster.last(sign, "changed")) for sign in cluster.head)
+    return next(((s, change) for s, change in changes if change is not None and change.twin_kind == HANDED_IN), None)
+
+
 def skipped(cluster: Cluster, sign: Sign) -> bool:
     """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either.
 
@@ -152,6 +158,16 @@ def left_out_of_a_prompt(cluster: Cluster, sign: Sign) -> bool:
     return in_prompt and "input_not_truth" not in mine and skipped(cluster, sign)
 
 
+def has_no_slots_for_its_prompt(cluster: Cluster) -> bool:
+    """Whether a request goes on in its prompt behind a part that it left out, for which its row names no slots at all."""
+    for sign in cluster.head:
+        goes_on = cluster.facts.prefixes.get((sign.event, sign.request_id), -1)
+        left = sign.kind == "padding_slot_read" and 0 < sign.position < goes_on and sign.mode == "extend"
+        if left and cluster.facts.left_out(sign.request_id, sign.position, sign.event):
+            return True
+    return False
+
+
 def kept_nowhere(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request computed a position of a window, and its K and V went to no slot that keeps them."""
     own = cluster.wrote(sign) if sign.bits & CONTENT and cluster.window(sign) and _own_table(cluster, sign) else None
@@ -172,6 +188,12 @@ def put_back(cluster: Cluster, sign: Sign) -> bool:
     return not any(
         left.event < event <= sign.event and n > 0 for event, _, n in cluster.facts.given.get(sign.request_id, ())
     )
+
+
+def computed_though_put_back(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request was put back, was not let in again, and is computed on the row that it had."""
+    left = cluster.facts.status_before(sign.request_id, sign.event) if sign.cause == "row_taken_back" else None
+    return left is not None and left.status == "retracted" and not cluster.complete
 
 
 def wrote_to_padding(cluster: Cluster) -> tuple[Sign, int] | None:
@@ -325,6 +347,18 @@ def given_at_once(cluster: Cluster, sign: Sign) -> bool:
         return False
     since = [fact for fact in cluster.history(sign) if fact.what == "written" and fact.event > given.event]
     return {fact.event for fact in since} == {sign.event}
+
+
+def given_to_two(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a slot was given to a sign's request and, without having been given back, to another, and both write it in that forward."""
+    held: set[int] = set()
+    for fact in cluster.history(sign):
+        if fact.what == "alloc":
+            held.add(fact.request_id)
+        elif fact.what in ("free", "evict", "let_go"):
+            held.clear()
+    wrote = {fact.request_id for fact in cluster.history(sign) if fact.what == "written" and fact.event == sign.event}
+    return sign.request_id in held and len(held & wrote) > 1
 
 
 def let_in_again(cluster: Cluster, sign: Sign) -> list[Fact]:

@@ -20,6 +20,23 @@ def test_a_row_given_to_another_while_a_launched_forward_reads_it_is_told_once(s
     assert rows[0]["req_pool_idx"] == 1
 
 
+@pytest.mark.parametrize("history", ["", "allocator"])
+def test_without_a_promise_only_the_very_request_is_not_to_read_its_row_any_more(make_scene, history: str) -> None:
+    scene = make_scene(told=history)
+    scene.status(7, "admitted", 1)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3,)))
+    back = scene.status(7, "retracted", 1)
+    found = scene.forward(decode(7, 1, 1, 4))
+    scene.forward(decode(7, 1, 2, 5))  # which is said once
+    scene.status(7, "admitted", 1)
+    scene.forward(decode(7, 1, 3, 6))
+    scene.status(8, "retracted", 2)
+    scene.forward(decode(9, 2, 1, 7))  # nobody was told to whom it was given then
+    rows = scene.judge("row_reassigned")
+    assert told(rows) == [(1, 7, -1, 1, json.dumps([back, found]))]
+    assert rows[0]["cause"] == "row_taken_back"
+
+
 @pytest.mark.parametrize("status", ["finished", "aborted", "retracted"])
 def test_a_row_that_was_taken_back_is_not_to_be_read(scene: Scene, status: str) -> None:
     scene.start(7, 1, [3])

@@ -50,7 +50,7 @@ def block_of_a_row_is_read_without_the_stride_of_the_table(fired: Fired) -> None
         before(processor, model)
 
 
-@bug("zhongkaifu/TensorSharp#23", "hybrid-clamped", "kv_write_lost", origin="TensorSharp")
+@bug("zhongkaifu/TensorSharp#23", "hybrid-clamped", "kv_write_lost", "slot_mapping", origin="TensorSharp")
 def chunk_is_cut_off_where_the_ring_ends(fired: Fired) -> None:
     """A chunk whose tokens go beyond the end of the window's ring is shortened, so that nothing has to be written in
     two pieces. What should have been written at the ring's beginning is the newest of the chunk, and is written
@@ -300,7 +300,7 @@ def decode_does_not_grow_the_buffer_that_a_prompt_would_grow(fired: Fired) -> No
         before(processor, model)
 
 
-@bug("pegainfer-project/pegainfer#220", "qwen-goes-on", "not_of_the_model", origin="PegaInfer")
+@bug("pegainfer-project/pegainfer#220", "qwen-goes-on", "not_of_the_model", "bad_values_written", origin="PegaInfer")
 def angles_are_taken_from_behind_the_end_of_their_table(fired: Fired) -> None:
     """Sines and cosines have been computed for so many places, and contexts are let in that are longer. For a place
     behind the table's end its neighbours in memory are read: sines are taken for cosines, and what lies behind the
