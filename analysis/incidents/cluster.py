@@ -186,6 +186,11 @@ class Cluster:
         group = self.group(sign)
         return self.groups[group].window if 0 <= group < len(self.groups) else 0
 
+    def in_ring(self, sign: Sign) -> bool:
+        """Whether a sign's pool group is a ring, whose rows are read before the forward writes its own."""
+        group = self.group(sign)
+        return 0 <= group < len(self.groups) and self.groups[group].reads_before_write
+
     def enough(self, sign: Sign) -> bool:
         """Whether a sign's request had been given as many slots as it takes to hold the sign's position."""
         group = self.group(sign)

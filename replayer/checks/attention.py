@@ -94,7 +94,8 @@ class AttentionSlots(HistoryCheck):
             return []
         mine = np.flatnonzero(got.groups == index)
         expected = self._expected(view, group, got.requests[mine], got.positions[mine])
-        known = (expected > 0) | ((expected == 0) & (0 not in group.pool.group.padding_slots))
+        ring = group.pool.group.reads_before_write  # which gets its own tokens as they are, those that stay nowhere too
+        known = (expected > 0) | ((expected == 0) & (ring or 0 not in group.pool.group.padding_slots))
         differs = known & (got.slots[mine] != expected)
         wrong, expected = mine[differs], expected[differs]
 
@@ -103,7 +104,8 @@ class AttentionSlots(HistoryCheck):
             cached = position < forward.prefix_lens[got.requests[wrong[n]]]
             what = "the block table has" if cached else "this forward writes"
             holder, events, cause = self._who_has(index, slot)
-            return f"attention got slot {slot}{holder}, {what} {int(expected[n])}", events, cause
+            said = f"slot {slot}{holder}" if slot >= 0 else f"what is in no slot ({slot})"
+            return f"attention got {said}, {what} {int(expected[n])}", events, cause
 
         requests, positions, slots = got.requests[wrong], got.positions[wrong], got.slots[wrong]
         return self.of_entries(

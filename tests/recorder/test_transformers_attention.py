@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kvcanary.recorder.engines.transformers import attach
+from kvcanary.recorder.engines.transformers.returned import _found
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from transformers.generation.continuous_batching.cache_allocators.full_attention import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.sliding_attention import (
     SlidingAttentionCacheAllocator,
 )
@@ -27,7 +30,76 @@ def test_healthy_engines_have_their_attention_watched(tmp_path: Path, name: str)
     watched = {
         event.scalar("attention_watched") for event in read_trace(tmp_path / "t.arrow") if event.kind == "forward"
     }
-    assert watched == {ATTENTION_LENS | ATTENTION_SLOTS if name == "llama" else ATTENTION_LENS}
+    assert watched == {ATTENTION_LENS | ATTENTION_SLOTS}
+
+
+def test_what_a_ring_hands_back_is_not_watched_if_nobody_looks(tmp_path: Path) -> None:
+    with attach(tmp_path / "t.arrow", submitted=False):
+        generate(model("mistral_sliding"), max_new_tokens=40)
+    assert_clean(tmp_path / "t.arrow")
+    forwards = [event for event in read_trace(tmp_path / "t.arrow") if event.kind == "forward"]
+    assert {event.scalar("attention_watched") for event in forwards} == {ATTENTION_LENS}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_row_of_another_slot_that_attention_gets_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, half: int
+) -> None:
+    """The index says what it should, and K or V of one position comes from the slot of another."""
+    owner = SlidingAttentionCacheAllocator if name == "mistral_sliding" else FullAttentionCacheAllocator
+    update, steps, wrong = owner.update, [0], [0]
+
+    def elsewhere(own: Any, keys: Any, values: Any, layer: int, read: Any, write: Any) -> Any:
+        states = update(own, keys, values, layer, read, write)
+        if layer == 0:
+            steps[0] += 1
+            if steps[0] == 8:
+                states[half][1] = states[half][3]
+                row, stride = int(read[3]), own.block_physical_stride
+                wrong[0] = row // stride * own.tokens_per_page + row % stride
+        return states
+
+    monkeypatch.setattr(owner, "update", elsewhere)
+    with attach(tmp_path / "t.arrow"):
+        generate(model(name), [[9, 10, 11, 12, 13]], max_new_tokens=20)
+    assert judged(tmp_path / "t.arrow").findings_by_kind == {"attention_slots": 1}
+    got = [
+        event.ints("attention_slots").tolist() for event in read_trace(tmp_path / "t.arrow") if event.kind == "forward"
+    ]
+    assert [slots for slots in got if slots] == [[wrong[0]]]
+
+
+def test_a_ring_that_is_read_behind_the_writes_of_its_own_forward_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = SlidingAttentionCacheAllocator.update
+
+    def behind(own: Any, keys: Any, values: Any, layer: int, read: Any, write: Any) -> Any:
+        made = update(own, keys, values, layer, read, write)
+        cached = read != own.sentinel_index
+        for rows, view in zip(made, own._kv_token_views[layer], strict=True):
+            if read.numel():
+                rows[cached] = view.index_select(0, read[cached])
+        return made
+
+    monkeypatch.setattr(SlidingAttentionCacheAllocator, "update", behind)
+    prompt = list(range(20, 55))
+    with attach(tmp_path / "t.arrow"):
+        generate(model("mistral_sliding"), [prompt], max_new_tokens=3, max_batch_tokens=8)
+    assert judged(tmp_path / "t.arrow").findings_by_kind.keys() == {"attention_slots"}
+    got = [slot for event in read_trace(tmp_path / "t.arrow") for slot in event.ints("attention_slots").tolist()]
+    assert set(got) == {-1}  # nothing held these tokens when attention was to read
+
+
+def test_a_row_that_no_other_slot_alone_holds_is_of_none() -> None:
+    pool = np.zeros((8, 2, 16), np.uint8)
+    pool[2:, 0, 0], pool[2:, 1, 0] = [1, 2, 3, 4, 4, 5], [9, 8, 8, 7, 7, 6]
+    got, differs = pool[[3, 5, 4, 2]], np.array([[True, False], [True, False], [False, True], [True, True]])
+    assert _found([pool], 2, got, differs, np.array([7, 7, 7, 7])).tolist() == [3, -1, -1, 2]
+    assert _found([pool], 2, got, differs, np.array([3, 7, 7, 7])).tolist() == [-1, -1, -1, 2]  # its own place
+    before = np.roll(pool, 1, axis=0)
+    assert _found([before, pool], 2, got, differs, np.array([7, 7, 7, 7])).tolist() == [4, -1, -1, 3]
 
 
 def _break_in_step(monkeypatch: pytest.MonkeyPatch, at: int, damage: Any) -> list[int]:

@@ -277,12 +277,22 @@ def _swapped(cluster: Cluster) -> Diagnosis | None:
 
 @rule("sliding window read wrongly", branch="read")
 def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
-    """A forward reads fewer or more positions of its prefix than the sliding window has. (lab)"""
+    """A forward reads fewer or more positions of its prefix than the sliding window has, or gets others of a ring. (lab)"""
     sign = cluster.finding("wrong_window")
     if sign is None:
-        return _shifted(cluster)
+        return _got_of_ring(cluster) or _shifted(cluster)
     said = f"in {sign.when} {sign.reader} {sign.detail}"
     return cluster.diagnosis(0.95, said, sign, queries=(events_query(sign.evidence),), cause=sign.event)
+
+
+def _got_of_ring(cluster: Cluster) -> Diagnosis | None:
+    """Rows of a ring that attention got and that are not those which its index names: no table stands between."""
+    sign = cluster.finding("attention_slots")
+    if sign is None or not cluster.in_ring(sign):
+        return None
+    score = 0.9 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
+    said = f"in {sign.when} attention got another row of the window than is its own, at position {sign.position} of {sign.reader}: "
+    return cluster.diagnosis(score, said + sign.detail, sign, queries=(events_query(sign.evidence),), cause=sign.event)
 
 
 def _shifted(cluster: Cluster) -> Diagnosis | None:
@@ -315,7 +325,7 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
 def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     """The attention backend's copy of the block table is overwritten in flight. (TensorRT-LLM#15546)"""
     sign = cluster.finding("attention_slots")
-    if sign is None:
+    if sign is None or cluster.in_ring(sign):
         return None
     score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
     said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "

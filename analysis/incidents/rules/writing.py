@@ -61,7 +61,7 @@ def _beside(cluster: Cluster) -> Diagnosis | None:
                 row = f"it reads that position in slot {found.slot}, which it had been given"
                 said += f"given: it {found.detail}" if found.event == sign.event else f"given: {row}"
                 return cluster.diagnosis(0.94, said, sign, sign.event, found.event, cause=sign.event)
-        if sign.kind == "attention_slots":
+        if sign.kind == "attention_slots" and not cluster.in_ring(sign):
             over = over_its_own(cluster, sign) if sign.slot < 0 else None
             if over is not None:
                 said = f"the row of {sign.reader} has no slot for position {sign.position} in {sign.when}, and its token was written to "

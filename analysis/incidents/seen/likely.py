@@ -236,6 +236,8 @@ def _by_its_row(cluster: Cluster, seen: Evidence) -> Likely | None:
     sign, kinds, content = seen.sign, _kinds(cluster), _content(cluster)
     moved = row_moved(cluster, sign)
     looked = cluster.finding("attention_slots")
+    if looked is not None and cluster.in_ring(looked):
+        return Likely("read", ("window_read_wrong", "attention_table_overwritten"))
     if looked is not None and not (moved and of_another(cluster, sign)):
         now = went_elsewhere(cluster, looked) or bool(kinds & {"write_to_foreign_slot", "table_entry_differs"})
         first, second = ("slot_mapping", "attention_table_overwritten")[:: 1 if now else -1]

@@ -43,6 +43,7 @@ class TransformersGroup:
         self.ring_size = int(getattr(allocator, "sliding_window", 0) or 0)
         self.window = self.ring_size - 1 if self.ring_size else 0
         self.kind = "swa" if self.ring_size else "full"
+        self.first_slot = 2 * int(allocator.blocks_per_sector) * self.page_size  # behind what is there for padding
         self.num_slots = int(allocator._copy_view.shape[0]) * self.page_size
         if self.ring_size == 1:
             raise ValueError("a sliding window of 1 reads nothing from the cache, so there is nothing to record")
@@ -224,18 +225,58 @@ def table_read(layout: TransformersGroup, io: Any, prefix: Int64Array, extend: I
     return TableRead(starts=first, counts=counts, slots=slots)
 
 
-def attention_input(
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRead:
+    """What a step's indices say of the rows that a group's cache hands to attention.
+
+    `read` are their slots; of a ring, to which this step's tokens come as they are handed in, where those are written. `at`
+    `[n]` are their places among all rows, `tokens` `[n]` which of the step's tokens they are handed in as, -1 for none.
+    """
+
+    read: TableRead
+    at: Int64Array
+    tokens: Int64Array
+
+
+def rows_read(
+    layout: TransformersGroup, io: Any, prefix: Int64Array, extend: Int64Array, written: Int64Array
+) -> RowsRead | None:
+    """Return the rows that attention gets of a group, whose tokens are `written` to; None on the decode fast path.
+
+    Of a ring requests are left out whose length there does not fit: nothing says which positions their rows have.
+    """
+    if io.use_block_table:
+        return None
+    bounds = own_int64(io.cumulative_seqlens_k[layout.name][: prefix.size + 1])
+    got = np.maximum(np.diff(bounds), 0)
+    size = int(io.true_read_sizes[layout.index]) if io.max_kv_read else 0  # else all of it is in the step itself
+    read = own_int64(io.read_index_storage[layout.index, :size])
+    counts = np.clip(size - bounds[:-1], 0, got)
+    starts = np.zeros_like(counts)
+    if layout.ring_size:
+        cached = got - extend
+        counts[(cached < 0) | (cached > prefix) | (counts < got)] = 0
+        starts = np.where(counts > 0, prefix - cached, 0)
+    at = ragged_index(np.minimum(bounds[:-1], size), counts)
+    slots = layout.rows_to_slots(read[at])
+    tokens = np.full_like(at, -1)
+    if layout.ring_size:
+        own = ragged_index(starts - prefix, counts) >= 0
+        tokens[own] = ragged_index(np.cumsum(extend) - extend + starts - prefix, counts)[own]
+        slots[own] = written[tokens[own]]
+    return RowsRead(read=TableRead(starts=starts, counts=counts, slots=slots), at=at, tokens=tokens)
+
+
+def attention_lens(
     layouts: Sequence[TransformersGroup], io: Any, prefix: Int64Array, extend: Int64Array
-) -> AttentionInput | None:
-    """Return what the attention of the step gets: its `cu_seq_lens_q`, `cu_seq_lens_k` and `read_index`.
+) -> AttentionInput:
+    """Return the lengths that the attention of the step gets: its `cu_seq_lens_q` and `cu_seq_lens_k`.
 
     Layers with a sliding window get the window's length, of which `table_read` says what it reads of the ring; if the lengths
-    do not fit what is read, what one is off by is what the request's is off by. Nothing else says which slots they ought to
-    read. The decode fast path has a block table in the place of `read_index`.
+    do not fit what is read, what one is off by is what the request's is off by.
     """
     bs = prefix.size
     seq_lens = end = prefix + extend
-    slots: list[TableRead | None] = []
     for layout in layouts:
         bounds = own_int64(io.cumulative_seqlens_k[layout.name][: bs + 1])
         got = np.diff(bounds)
@@ -243,19 +284,20 @@ def attention_input(
         if layout.window and io.max_kv_read and bounds[bs] == io.true_read_sizes[layout.index]:
             off[(got >= extend) & (got <= end)] = 0
         seq_lens = np.where(seq_lens == end, end + off, seq_lens)
-        if layout.ring_size:
-            slots.append(None)
-            continue
-        if io.use_block_table:
-            slots.append(_through_table(layout, io, np.maximum(got, 0)))
-            continue
-        size = int(io.true_read_sizes[layout.index]) if io.max_kv_read else 0  # else all of it is in the step itself
-        read = own_int64(io.read_index_storage[layout.index, :size])
-        counts = np.clip(size - bounds[:-1], 0, np.maximum(got, 0))
-        rows = read[ragged_index(np.minimum(bounds[:-1], size), counts)]
-        slots.append(TableRead(starts=np.zeros_like(counts), counts=counts, slots=layout.rows_to_slots(rows)))
     query_lens = np.diff(own_int64(io.cumulative_seqlens_q[: bs + 1]))
-    return AttentionInput(seq_lens=np.maximum(seq_lens, 0), query_lens=query_lens, slots=tuple(slots))
+    return AttentionInput(seq_lens=np.maximum(seq_lens, 0), query_lens=query_lens)
+
+
+def indexed_read(layout: TransformersGroup, io: Any, rows: RowsRead | None, bs: int) -> TableRead | None:
+    """Return the slots that attention gets of `bs` requests: by the `read_index`, or by the block table of the decode fast path.
+
+    None of a ring: nothing else says which slots it ought to read.
+    """
+    if layout.ring_size:
+        return None
+    if rows is not None:
+        return rows.read
+    return _through_table(layout, io, np.maximum(np.diff(own_int64(io.cumulative_seqlens_k[layout.name][: bs + 1])), 0))
 
 
 def _with_predecessors(

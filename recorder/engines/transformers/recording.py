@@ -9,18 +9,28 @@ from typing import Any
 
 import numpy as np
 
-from ...capture.forward_input import ForwardInput
+from ...capture.forward_input import AttentionInput, ForwardInput, TableRead
 from ...capture.host_arrays import as_rows, on_host, own_int64
 from ...capture.privacy import IdentityValue
 from ...process.injection import Injection
 from ...trace.header import NotWatched, TraceHeader
 from ...trace.schema import ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
-from ..common.hooking import Around, around, beside
+from ..common.hooking import Around, Finish, around, beside
 from ..common.injecting import Injector, Undo, injector_of, put_entry, recorder_class, undone
 from ..common.oracle import OracleSampler, force, with_oracle
 from ..common.requests import KnownRequest, RequestRows, logprobs_or_none, mode_by_lens, truth_tokens
 from .host_copies import HostCopies
-from .layout import TransformersGroup, attention_input, describe_engine, step_tensors, table_read, written_slots
+from .layout import (
+    TransformersGroup,
+    attention_lens,
+    describe_engine,
+    indexed_read,
+    rows_read,
+    step_tensors,
+    table_read,
+    written_slots,
+)
+from .returned import ReturnedRows
 from .weights import Weights
 
 
@@ -94,6 +104,9 @@ class TransformersRecording:
             for number, stream in enumerate(pool.streams)
             for layer in (stream.layers if stream.samples else ())
         }
+        looks = submitted and not processor.use_async_batching
+        self._returned = ReturnedRows(self._layouts if looks else (), header, sources)
+        self._indexed: tuple[TableRead | None, ...] = ()  # of each group, what the step's indices have attention read
         self._reason = "finish"  # of blocks that are freed now
         begin = recorder_class(inject)
         self.recorder = begin(path, header, kv_sources=sources, kv_watch_every=kv_watch_every, **writer_options)
@@ -168,6 +181,14 @@ class TransformersRecording:
         prompt_lens = np.array([len(future.state.initial_tokens) for future in batch], np.int64)
         self._submitted.clear()
         self._tokens = tokens = int(io.total_seqlen_q)
+        written = tuple(written_slots(layout, io, prefix.size) for layout in self._layouts)
+        rows = [
+            rows_read(layout, io, prefix, extend, slots) for layout, slots in zip(self._layouts, written, strict=True)
+        ]
+        self._indexed = tuple(
+            indexed_read(layout, io, its, prefix.size) for layout, its in zip(self._layouts, rows, strict=True)
+        )
+        self._returned.begin(rows, written)
         self.recorder.before_forward(
             ForwardInput(
                 mode=mode_by_lens(extend, prefix, prompt_lens),
@@ -177,10 +198,10 @@ class TransformersRecording:
                 extend_lens=extend,
                 input_ids=io.input_ids[:tokens],
                 positions=io.position_ids[:tokens],
-                out_cache_loc=tuple(written_slots(layout, io, prefix.size) for layout in self._layouts),
+                out_cache_loc=written,
                 reads=tuple(table_read(layout, io, prefix, extend) for layout in self._layouts),
                 truth=truth_tokens(truth),
-                attention=attention_input(self._layouts, io, prefix, extend),
+                attention=attention_lens(self._layouts, io, prefix, extend),
             )
         )
 
@@ -203,6 +224,8 @@ class TransformersRecording:
             for key, states in self._submitted.items()
         }
         self._submitted.clear()
+        slots = tuple(self._returned.seen(group, indexed) for group, indexed in enumerate(self._indexed))
+        self.recorder.attention(AttentionInput(slots=slots))
         if error is not None:
             self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}", failed=True)
             self._copies.after_forward()
@@ -222,16 +245,16 @@ class TransformersRecording:
 
     def on_update(
         self, cache: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any = None, **_: Any
-    ) -> None:
-        """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended.
+    ) -> Finish | None:
+        """Keep what a layer hands to the cache, `[1, heads, T, head_dim]`, until the forward has ended; see what it gets back.
 
         A view would do if nobody wrote into it; what damages the pool may well do that, so the bytes are copied.
         5.18 passes its indices by their names, and does not call this for a block table.
         """
         if kwargs is not None and kwargs.get("block_table") is not None:  # attention itself stores K and V
-            return
+            return None
         if is_captured(key_states):  # nothing runs yet: what the step has handed in came before
-            return
+            return None
         for half, states in (("K", key_states), ("V", value_states)):
             key, sampled = self._streams.get((layer_idx, half)), self._sampled.get((layer_idx, half))
             if (key is None and sampled is None) or states.dtype != cache.dtype:
@@ -241,6 +264,7 @@ class TransformersRecording:
                 self._submitted[key] = rows
             if sampled is not None:
                 self._submitted.setdefault(sampled, {})[layer_idx] = rows
+        return self._returned.on_update(layer_idx, (key_states, value_states))
 
     def _known(self, state: Any, parent: TransformersRequest | None = None, name: str = "") -> TransformersRequest:
         request, new = self._requests.see(name or state.request_id)

@@ -149,7 +149,6 @@ def token_that_is_left_on_the_device_is_taken_for_the_newest(fired: Fired) -> No
     "hybrid-wide-page16",
     "window_read_wrong",
     origin="LitGPT",
-    late="not found: whether attention reads a ring before or behind the writes of its own forward is not recorded",
 )
 def chunk_is_read_out_of_the_ring_that_it_has_gone_round(fired: Fired) -> None:
     """A chunk is written into the window's ring before anything is read, and all is read from there. One that goes
