@@ -407,3 +407,31 @@ def test_8_bit_values_are_read_from_the_pool_however_the_cpu_s_cache_lays_them_o
     assert (found == coded(key, 0.03)[:, 0, :16].numpy()).all()
     source = row_source(views["V"], blocks * tokens, 16)
     assert (gather_kv(source, slots.numpy(), 16) == coded(value, 0.7)[:, 0, :16].numpy()).all()
+
+
+@pytest.mark.parametrize("isa", ["amx", "vec", "vec16", "neon"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_an_update_that_changes_values_has_no_layout_of_its_own(isa: str, dtype: torch.dtype) -> None:
+    """What is V there is packed as AMX has it in the second test: two tokens' values take turns."""
+    blocks, heads, tokens, dim = 3, 2, 8, 32
+    pool, spec = torch.zeros((blocks, heads, tokens, 2 * dim), dtype=dtype), SimpleNamespace(head_size=dim)
+
+    def stored(change: Any, *, packed: bool = False) -> dict[str, str]:
+        def update(_: Any, key: Any, value: Any, into: Any, slots: Any) -> None:
+            both = into.view(-1, heads, 2 * tokens, dim)
+            block, at = slots // tokens, slots % tokens
+            both[:, :, :tokens].flatten(2).unflatten(2, (dim, tokens))[block, :, :, at] = change(key)
+            rows = both[:, :, tokens:]
+            if packed:
+                pairs = rows.flatten(2).unflatten(2, (tokens // 2, dim, 2))
+                pairs[block, :, at // 2, :, at % 2] = change(value)
+            else:
+                rows[block, :, at] = change(value)
+
+        layer = SimpleNamespace(isa=isa, kv_cache_dtype="auto", impl=SimpleNamespace(do_kv_cache_update=update))
+        return stored_halves(layer, pool, spec)
+
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(dtype, torch.int32)
+    assert stored(lambda given: given) == {"V": PLAIN}
+    assert stored(lambda given: given.to(other).view(dtype)) == ({"V": PLAIN} if isa != "neon" else {})
+    assert stored(lambda given: given, packed=True) == {}
