@@ -27,9 +27,9 @@ from kvcanary.recorder.engines.vllm.results import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import StatePool
 from kvcanary.recorder.trace.reader import read_trace
-from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO
+from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO, STILL_USED
 
-from ...support.one_trace import events, verdict
+from ...support.one_trace import events, replayed, verdict
 from .fake_engine import (
     BLOCK,
     DIM,
@@ -43,7 +43,7 @@ from .fake_engine import (
     serve,
     serve_session,
 )
-from .fake_scheduler import Request, Scheduler
+from .fake_scheduler import FullAttentionManager, Request, Scheduler
 
 SHAPES = {
     "full": {},
@@ -152,6 +152,36 @@ def test_whoever_leaves_a_block_to_the_prefix_cache_is_named(tmp_path: Path, mon
     left = [event for event in told if event.kind == "alloc" and event.scalar("note") == LET_GO]
     assert {str(event.scalar("status")) for event in left} == {ALLOC_CACHED}
     assert {event.scalar("request_id") for event in left} == {request_id_of(f"r{i}") for i in range(6)}
+
+
+@pytest.mark.parametrize("when", ["as the request lets go", "before"])
+def test_a_cached_block_that_stays_in_use_by_nobody_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    kept: list[Any] = []
+    free = FullAttentionManager.free
+
+    def hold(blocks: Any) -> None:
+        kept.extend(block for block in blocks if not kept and block.block_hash is not None)
+        for block in kept[:1]:
+            block.ref_cnt += 1
+
+    def let_go(manager: Any, request_id: str) -> None:
+        if not kept and when != "before":
+            hold(manager.req_to_blocks[request_id])
+        free(manager, request_id)
+
+    def look(_: GPUModelRunner, scheduler: Scheduler, __: Any) -> None:
+        if not kept and when == "before":  # of the request that ends last
+            hold(scheduler.managers[0].req_to_blocks.get("r5", ()))
+
+    monkeypatch.setattr(FullAttentionManager, "free", let_go)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve(each_step=look)
+    summary, _, told = replayed(tmp_path)
+    used = [event for event in told if event.kind == "alloc" and event.scalar("note") == STILL_USED]
+    assert kept[0].block_id * BLOCK in used[0].ints("slot_start")
+    assert summary.findings_by_kind == {"slot_leaked": len(used)}
 
 
 @pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])
