@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ...kernels.replay_pass.ledger import ALLOC, CACHED, FREE, HELD, LEFT, OWNER, SHARED, STATE
 from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
 from ...recorder.trace.reader import EventView
-from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED, SEND
+from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED, SEND, STILL_USED
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, SlotEventCheck, changed_hands, held_by, parties, register
 from .history import ForwardView, NamedSlots
@@ -135,17 +135,25 @@ class SlotLeaked(HistoryCheck):
     """A request is gone, or its row has moved on, and a slot is still held in its name.
 
     What it held was to be given back, or handed to the prefix cache, before it left; and a slot that a forward took out of
-    its row before the request's next forward.
+    its row before the request's next forward. What is the prefix cache's leaks where the engine
+    counts a user of it whom nobody knows.
     """
 
     kind = "slot_leaked"
     finds = "a request is gone, or its row has moved on, and still holds a slot"
     covered = Covered.COMPILED
-    events = frozenset({"status"})
+    events = frozenset({"alloc", "status"})
     needs = "complete"
 
     def event(self, view: EventView) -> Iterator[Finding]:
         event = self.history.known
+        if isinstance(event, SlotEvent) and event.note == STILL_USED:
+            name = self.history.request_table.name(event.request_id)
+            detail = f"request {name} let go of it, and it has a user whom nobody knows"
+            for part in self.history.named:
+                if len(part.slots):
+                    given = changed_hands(part.row(0))
+                    yield self.of_slots(event, part.group, part.slots, detail, events=given, cause=Cause("still_used"))
         if isinstance(event, StatusEvent) and event.status != "admitted":
             name = self.history.request_table.name(event.request_id)
             detail = f"request {name} is {event.status} and still holds it"

@@ -15,7 +15,7 @@ from ....kernels.arrays import Int64Array
 from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...capture.slot_numbers import SlotsChanged
-from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, LET_GO, AllocStatus, SlotChange
+from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, LET_GO, STILL_USED, AllocStatus, SlotChange
 from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method, wrap_often
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
@@ -156,12 +156,18 @@ class BlockHistory:
     def _on_free(self, group: VllmGroup, manager: Any, name: str, *_args: Any, **_kwargs: Any) -> Around:
         blocks = list(manager.req_to_blocks.get(name, ()))
         self._hand_over({(group.index, block.block_id) for block in blocks})
+        users = [block.ref_cnt for block in blocks]
         self._ending = True
         try:
             yield
         finally:
             self._ending = False
         self.freed(group, blocks, name)
+        # Whoever lets go is one user less, and where no request is left there are none. A block that is in no cache stays the request's.
+        alone = not manager.req_to_blocks
+        left = [b for b, n in zip(blocks, users, strict=True) if b.ref_cnt and (alone or b.ref_cnt >= n)]
+        used = [b.block_id for b in left if not b.is_null and b.block_hash is not None]
+        self.record("alloc", group, used, name, status=ALLOC_CACHED, note=STILL_USED)
 
     @beside
     def _on_skip(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:

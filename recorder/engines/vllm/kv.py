@@ -26,6 +26,8 @@ STORED: Final = "stored"
 # How a head of a half lies: a token's values beside one another, or those of all tokens of a block.
 PLAIN: Final = "block slot dim"
 TURNED: Final = "block dim slot"
+# Instruction sets of the CPU's attention whose update copies values of 16 and 32 bits as they are, whatever the layout.
+_KEEP_BITS: Final = ("amx", "vec", "vec16")
 
 
 class _Mirror:
@@ -312,8 +314,9 @@ def packed_views(kv: Any, spec: Any) -> dict[str, Any]:
 def stored_halves(layer: Any, kv: Any, spec: Any) -> dict[str, str]:
     """Find out how the CPU's cache update stores each half, by one into two blocks of scratch memory: its axes, `PLAIN` if as it gets it.
 
-    `TURNED` are 8-bit values alone, of which what is handed in does not say what is stored: they are rounded, and their scale may be
-    wrong. What is 0 stays 0, so it is looked at where zeros come to lie. Left out is a half that lies otherwise.
+    What is 0 stays 0, so it is looked at where zeros come to lie: an update that changes values has no layout of its own. What is not
+    known to keep values must have kept them to be `PLAIN`. `TURNED` are 8-bit values alone, of which what is handed in does not say what
+    is stored: they are rounded, and their scale may be wrong. Left out is a half that lies otherwise.
     """
     import torch
 
@@ -326,19 +329,19 @@ def stored_halves(layer: Any, kv: Any, spec: Any) -> dict[str, str]:
     order = torch.arange(2 * tokens - 1, -1, -1)
     given = torch.arange(2 * tokens * heads * size).reshape(2 * tokens, heads, size)
     coded = dtype.itemsize == 1
+    places = {"K": given * given % 251 % 3 > 0, "V": given * given % 241 % 3 > 0}
     if coded:
-        wanted = {"K": given * given % 251 % 3 > 0, "V": given * given % 241 % 3 > 0}
-        handed = [wanted[half] * 2.0 * cache_scale(layer, half) for half in "KV"]
+        handed = {half: places[half] * 2.0 * cache_scale(layer, half) for half in "KV"}
     else:
-        wanted = {"K": (given % 251 + 1).to(dtype), "V": (given % 251 + 1).to(dtype) + 1}
-        handed = list(wanted.values())
+        handed = {half: places[half] * (given % 251 + 1).to(dtype) for half in "KV"}
+    by_place = coded or getattr(layer, "isa", "") in _KEEP_BITS
     found: dict[str, str] = {}
     try:
-        update(layer, *handed, scratch, order)
+        update(layer, *handed.values(), scratch, order)
         for half, view in packed_views(scratch, spec).items():
             for axes, rows in ((PLAIN, view), *(((TURNED, turned(view).transpose(1, 2)),) if coded else ())):
                 there = rows[order // tokens, order % tokens]
-                if torch.equal(wanted[half][:, 0], there > 0 if coded else there):
+                if torch.equal(*((places[half][:, 0], there != 0) if by_place else (handed[half][:, 0], there))):
                     found.setdefault(half, axes)
     except Exception:  # noqa: BLE001  # another signature, another layout: then nothing is known to be plain
         return {}

@@ -25,6 +25,7 @@ from ....recorder.state.forward import ATTENTION_RUNS
 from ....recorder.state.requests import RequestTable, declared_in
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
+from ....recorder.trace.schema import STILL_USED
 
 _MODE_COLUMN: Final = 2  # of `BatchColumns.events`
 _KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
@@ -151,13 +152,13 @@ def _attention_differs(batch: TraceBatch) -> npt.NDArray[np.bool_]:
 
 
 def _statuses(batch: TraceBatch, kind: Int64Array) -> Int64Array:
-    """Return what an alloc or a status event says, as a number; -1 for what no recorder writes."""
+    """Return what an alloc or a status event says, as a number; -1 for what the pass must not take."""
     found = np.full(len(kind), -1, np.int64)
     status = batch.strings("status")
     allocs = np.flatnonzero(kind == ALLOC_EVENT).tolist()
     notes = batch.strings("note") if allocs else []
     for i in allocs:
-        code = _ALLOC_OF.get(status[i], -1)
+        code = _ALLOC_OF.get(status[i], -1) if notes[i] != STILL_USED else -1
         found[i] = SHARED_ALLOC if code == 0 and notes[i] in SHARED_NOTES else code
     for i in np.flatnonzero(kind == STATUS_EVENT).tolist():
         found[i] = _STATUS_OF.get(status[i], -1)

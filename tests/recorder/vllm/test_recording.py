@@ -27,9 +27,9 @@ from kvcanary.recorder.engines.vllm.results import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import StatePool
 from kvcanary.recorder.trace.reader import read_trace
-from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO
+from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO, STILL_USED
 
-from ...support.one_trace import events, verdict
+from ...support.one_trace import events, replayed, verdict
 from .fake_engine import (
     BLOCK,
     DIM,
@@ -43,7 +43,7 @@ from .fake_engine import (
     serve,
     serve_session,
 )
-from .fake_scheduler import Request, Scheduler
+from .fake_scheduler import FullAttentionManager, Request, Scheduler
 
 SHAPES = {
     "full": {},
@@ -152,6 +152,36 @@ def test_whoever_leaves_a_block_to_the_prefix_cache_is_named(tmp_path: Path, mon
     left = [event for event in told if event.kind == "alloc" and event.scalar("note") == LET_GO]
     assert {str(event.scalar("status")) for event in left} == {ALLOC_CACHED}
     assert {event.scalar("request_id") for event in left} == {request_id_of(f"r{i}") for i in range(6)}
+
+
+@pytest.mark.parametrize("when", ["as the request lets go", "before"])
+def test_a_cached_block_that_stays_in_use_by_nobody_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    kept: list[Any] = []
+    free = FullAttentionManager.free
+
+    def hold(blocks: Any) -> None:
+        kept.extend(block for block in blocks if not kept and block.block_hash is not None)
+        for block in kept[:1]:
+            block.ref_cnt += 1
+
+    def let_go(manager: Any, request_id: str) -> None:
+        if not kept and when != "before":
+            hold(manager.req_to_blocks[request_id])
+        free(manager, request_id)
+
+    def look(_: GPUModelRunner, scheduler: Scheduler, __: Any) -> None:
+        if not kept and when == "before":  # of the request that ends last
+            hold(scheduler.managers[0].req_to_blocks.get("r5", ()))
+
+    monkeypatch.setattr(FullAttentionManager, "free", let_go)
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve(each_step=look)
+    summary, _, told = replayed(tmp_path)
+    used = [event for event in told if event.kind == "alloc" and event.scalar("note") == STILL_USED]
+    assert kept[0].block_id * BLOCK in used[0].ints("slot_start")
+    assert summary.findings_by_kind == {"slot_leaked": len(used)}
 
 
 @pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])
@@ -407,3 +437,31 @@ def test_8_bit_values_are_read_from_the_pool_however_the_cpu_s_cache_lays_them_o
     assert (found == coded(key, 0.03)[:, 0, :16].numpy()).all()
     source = row_source(views["V"], blocks * tokens, 16)
     assert (gather_kv(source, slots.numpy(), 16) == coded(value, 0.7)[:, 0, :16].numpy()).all()
+
+
+@pytest.mark.parametrize("isa", ["amx", "vec", "vec16", "neon"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_an_update_that_changes_values_has_no_layout_of_its_own(isa: str, dtype: torch.dtype) -> None:
+    """What is V there is packed as AMX has it in the second test: two tokens' values take turns."""
+    blocks, heads, tokens, dim = 3, 2, 8, 32
+    pool, spec = torch.zeros((blocks, heads, tokens, 2 * dim), dtype=dtype), SimpleNamespace(head_size=dim)
+
+    def stored(change: Any, *, packed: bool = False) -> dict[str, str]:
+        def update(_: Any, key: Any, value: Any, into: Any, slots: Any) -> None:
+            both = into.view(-1, heads, 2 * tokens, dim)
+            block, at = slots // tokens, slots % tokens
+            both[:, :, :tokens].flatten(2).unflatten(2, (dim, tokens))[block, :, :, at] = change(key)
+            rows = both[:, :, tokens:]
+            if packed:
+                pairs = rows.flatten(2).unflatten(2, (tokens // 2, dim, 2))
+                pairs[block, :, at // 2, :, at % 2] = change(value)
+            else:
+                rows[block, :, at] = change(value)
+
+        layer = SimpleNamespace(isa=isa, kv_cache_dtype="auto", impl=SimpleNamespace(do_kv_cache_update=update))
+        return stored_halves(layer, pool, spec)
+
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(dtype, torch.int32)
+    assert stored(lambda given: given) == {"V": PLAIN}
+    assert stored(lambda given: given.to(other).view(dtype)) == ({"V": PLAIN} if isa != "neon" else {})
+    assert stored(lambda given: given, packed=True) == {}

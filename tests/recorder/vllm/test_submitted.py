@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.capture.layers import watched_bytes
+from kvcanary.recorder.engines.vllm import kv
 from kvcanary.recorder.engines.vllm.layout import VllmLayout
 from kvcanary.recorder.engines.vllm.not_watched import not_watched
 from kvcanary.recorder.engines.vllm.submitted import SubmittedKv, of_tokens
@@ -91,6 +92,24 @@ def test_a_write_that_is_lost_is_found_in_its_forward(
     assert summary.findings_by_kind["write_damaged"]
     damaged = [event.scalar("forward") for event in told if len(event.bytes("kv_submitted_bytes"))]
     assert damaged == [lost[0] - 1]
+
+
+def test_values_that_are_stored_as_others_from_the_start_on_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Attention.do_kv_cache_update
+
+    def update(own: Any, layer: Any, key: Any, value: Any, *into: Any) -> None:
+        store(own, layer, key, 2 * value, *into)
+
+    monkeypatch.setattr(Attention, "do_kv_cache_update", update)
+    monkeypatch.setattr(kv, "_KEEP_BITS", ("",))  # the fake's layers have no instruction set
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve()
+    summary, _, told = replayed(tmp_path)
+    assert set(summary.findings_by_kind) == {"write_damaged"}
+    first = next(event for event in told if event.kind == "forward")
+    assert len(first.bytes("kv_submitted_bytes"))
 
 
 def test_what_a_draft_hands_in_is_held_against_its_own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

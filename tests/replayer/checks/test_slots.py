@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from kvcanary.recorder.trace.schema import LET_GO, STILL_USED
 
 from ...support.both_ways import check
 from .scene import Part, Scene, told
@@ -117,6 +118,23 @@ def test_who_lets_go_last_gives_shared_slots_back(scene: Scene) -> None:
     scene.status(8, "finished", 2)
     scene.free(-1, [9], note="load-back")
     assert scene.judge("foreign_slot_freed", "slot_leaked") == []
+
+
+def test_what_the_cache_has_leaks_where_it_stays_in_use(
+    scene: Scene, tmp_path: Path, pass_from_the_start: None
+) -> None:
+    scene.status(7, "admitted", 1)
+    alloc = scene.alloc(7, [3, 4, 5, 6])
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4, 5, 6)))
+    handed = scene.alloc(7, [3, 4, 5, 6], "cached")
+    scene.alloc(7, [3, 4], "cached", note=LET_GO)
+    used = scene.alloc(7, [5, 6], "cached", note=STILL_USED)
+    scene.status(7, "finished", 1)
+    rows = scene.judge("slot_leaked")
+    assert told(rows) == [(0, 7, 5, 2, json.dumps([alloc, handed, used]))]
+    assert "whom nobody knows" in rows[0]["detail"]
+    (replayed,) = check([scene.path], tmp_path / "ways", incidents=False)
+    assert replayed.found()["findings_by_kind"] == {"slot_leaked": 1}
 
 
 @pytest.mark.parametrize("status", ["finished", "aborted", "retracted"])
