@@ -317,15 +317,15 @@ def unpinned(create):
     return created
 
 
-def lose_files_now_and_then() -> None:
-    """Let every fifth file that is read be one that is no longer there."""
+def lose_files_now_and_then(every: int) -> None:
+    """Let each so-and-so-many-th file that is read be one that is no longer there."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     get, asked = HiCacheFile.get, [0]
 
     def then_get(self, *args, **kwargs):
         asked[0] += 1
-        return get(self, *args, **kwargs) if asked[0] % 5 else None
+        return get(self, *args, **kwargs) if asked[0] % every else None
 
     HiCacheFile.get = then_get
 
@@ -459,7 +459,7 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "llama-page2-abort":
         abort_while_others_wait()
     if "lossy" in setup:
-        lose_files_now_and_then()
+        lose_files_now_and_then(19 if "twice" in setup else 5)
     if "flushed" in setup:
         flush_behind_a_fetch()
     if setup == "llama-lora-page4-apart":
@@ -494,6 +494,8 @@ def generate(setup: str, folder: Path) -> None:
     for number, batch in enumerate(
         (prompts[:2], prompts[2:4], prompts[:1], prompts[4:6], prompts[6:], again[:1], again[1:])
         if "flushed" in setup
+        else [[prompt] for prompt in prompts] * 3
+        if "twice" in setup
         else (prompts[:2], prompts[2:4], [], prompts[4:], [])
         if setup.startswith("llama-host")
         else ()

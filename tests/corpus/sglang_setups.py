@@ -441,6 +441,11 @@ def _llama_page4_crush_retract(ask: Asked) -> None:
     ask.again = [ask.prompts[1] + ask.tokens(6), ask.tokens(25), ask.prompts[3] + ask.tokens(11), ask.tokens(19)]
 
 
+def _llama_host_lossy_twice_storage(ask: Asked) -> None:
+    """Prompts of more than a chunk, one at a time, which come back twice when others have taken their slots."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(48, 60)) for _ in range(4)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -544,6 +549,7 @@ SETUPS = {
     "llama-page4-crush-retract": Setup("llama", 4, 132, False, 4, True, then=_llama_page4_crush_retract),
     "recurrent-padded": Setup("lfm2", 1, 444, False, 3, False, then=_recurrent_padded),
     "hybrid-page4-inside": Setup("mellum_hybrid", 4, 460, False, 3, False, then=_hybrid_page4_inside),
+    "llama-host-lossy-twice-storage": Setup("llama", 4, 156, False, 2, False, then=_llama_host_lossy_twice_storage),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -575,4 +581,5 @@ TELLING = (
     "hybrid-page4-inside",
     "recurrent-padded",
     "llama-page4-crush-retract",
+    "llama-host-lossy-twice-storage",
 )

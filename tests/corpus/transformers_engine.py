@@ -282,6 +282,36 @@ def own_requests(setup: str) -> list:
             ask("b", random_prompt(261, 37), 20, 1),
             ask("c", random_prompt(262, 26), 17, 3),
         ]
+    if setup == "qwen-refit":  # that are answered while new weights come, before and behind which some begin alike
+        return [
+            ask("a", system + random_prompt(270, 6), 28),
+            ask("b", random_prompt(271, 24), 20, 3),
+            ask("c", random_prompt(272, 36), 16, 9),
+            ask("d", system + random_prompt(273, 13), 14, 19),
+            ask("e", random_prompt(271, 24) + random_prompt(274, 5), 12, 26),
+        ]
+    if setup == "qwen-one-left":  # of which a chunk of one token is left
+        return [
+            ask("a", random_prompt(280, 41), 26),
+            ask("b", random_prompt(281, 40), 30, 4),
+            ask("c", random_prompt(282, 77), 13, 9),
+            ask("d", random_prompt(283, 9), 12, 30),
+        ]
+    if setup == "offload-hybrid-shorter":  # some of which are the beginning of what was asked before
+        long = random_prompt(290, 66)
+        return [
+            ask("a", long, 14),
+            ask("b", random_prompt(291, 23), 38, 2),
+            ask("c", long[:45], 18, 19),
+            ask("d", random_prompt(292, 31), 16, 24),
+        ]
+    if setup == "offload-stages":  # that grow until there is no room for all
+        return [
+            ask("a", random_prompt(300, 22), 40),
+            ask("b", random_prompt(301, 15), 38, 1),
+            ask("c", random_prompt(302, 28), 30, 2),
+            ask("d", random_prompt(303, 12), 16, 12),
+        ]
     return []
 
 
@@ -339,6 +369,44 @@ def new_weights(at_step: int) -> None:
                 for weights in models[-1].parameters():
                     weights += 0.02 * torch.randn(weights.shape, generator=drawn)
             empty_prefix_cache(processor)
+        return prepare(processor)
+
+    def generation_step(processor, model) -> None:
+        models.append(model)
+        step(processor, model)
+
+    ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
+    ContinuousBatchProcessor._generation_step = generation_step
+
+
+def begin_anew(processor) -> None:
+    """Have nothing found any more that was computed before, and all that runs computed again from its beginning."""
+    from transformers.generation.continuous_batching.requests import RequestStatus
+
+    scheduler = processor.scheduler
+    for name, state in list(scheduler.active_requests.items()):
+        fresh = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED
+        processor.cache.free_blocks(name, no_cache=True)
+        scheduler.finish_request(name)
+        scheduler.add_waiting_request(fresh)
+    empty_prefix_cache(processor)
+
+
+def refit(at_step: int) -> None:
+    """Have the model's weights replaced before a step is prepared, while requests are answered."""
+    import torch
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+    prepare, step, models = ContinuousBatchProcessor.prepare_next_batch, ContinuousBatchProcessor._generation_step, []
+
+    def prepare_next_batch(processor) -> bool:
+        if len(models) == at_step:
+            drawn = torch.Generator().manual_seed(3)
+            with torch.no_grad():
+                for weights in models[-1].parameters():
+                    weights += 0.05 * torch.randn(weights.shape, generator=drawn)
+            begin_anew(processor)
         return prepare(processor)
 
     def generation_step(processor, model) -> None:
@@ -482,9 +550,20 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "qwen-sleeps":
         batching = {"num_blocks": 66, "max_batch_tokens": 48}
         sleeps(16)
+    if setup == "qwen-refit":
+        batching = {"num_blocks": 74, "max_batch_tokens": 46}
+        refit(15)
+    if setup == "qwen-one-left":
+        batching = {"num_blocks": 78, "max_batch_tokens": 40}
+        goes_on(requests, {"d": "c"})
+    if setup == "offload-hybrid-shorter":
+        batching |= {"num_blocks": 48, "max_batch_tokens": 44}
+    if setup == "offload-stages":
+        batching |= {"num_blocks": 13, "max_batch_tokens": 40}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
+    sharp += ("qwen-refit", "qwen-one-left", "offload-hybrid-shorter", "offload-stages")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

@@ -188,7 +188,7 @@ def generate(setup: str, folder: Path) -> None:
                 {"prompt_token_ids": asked + answer[:42] + prompt}
                 for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)
             ]
-        if setup == "qwen-loads-ends" and number == 1:
+        if setup in ("qwen-loads-ends", "qwen-budgets") and number == 1:
             given = [
                 {"prompt_token_ids": asked + answer + prompt}
                 for asked, answer, prompt in zip(batches[0], outputs, batch, strict=True)

@@ -53,6 +53,9 @@ TELLING = (
     "qwen-halves",
     "llama-loads-holes",
     "qwen-loads-memories",
+    "qwen-budgets",
+    "llama-wraps",
+    "hybrid-loads-late-stores",
 )
 
 
@@ -1301,3 +1304,37 @@ def _qwen_loads_memories(ask: Asked) -> Batches:
         [texts[0] + texts[1] + ask.tokens(12), ask.tokens(28)],
         [texts[2] + texts[0] + ask.tokens(7), texts[1] + ask.tokens(16)],
     ]
+
+
+@setup("qwen-budgets", "qwen", {"max_num_batched_tokens": 98, "num_gpu_blocks_override": 46, "max_num_seqs": 3})
+def _qwen_budgets(ask: Asked) -> Batches:
+    """Prompts that go on behind all of the answers before."""
+    return [
+        [ask.tokens(57), ask.shared[:43], ask.tokens(25)],
+        [ask.tokens(18), ask.tokens(11), ask.tokens(29)],
+    ]
+
+
+@setup("llama-wraps", "llama", {"max_num_batched_tokens": 82, "num_gpu_blocks_override": 40, "max_num_seqs": 3})
+def _llama_wraps(ask: Asked) -> Batches:
+    """Prompts of one block to four, of which some begin alike."""
+    return [
+        [ask.shared + ask.tokens(10), ask.tokens(56), ask.tokens(27)],
+        [ask.tokens(103), ask.shared + ask.tokens(23), ask.shared[:66] + ask.tokens(7)],
+    ]
+
+
+@setup(
+    "hybrid-loads-late-stores",
+    "hybrid",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 40,
+        "num_gpu_blocks_override": 26,
+        "max_num_seqs": 2,
+    },
+)
+def _hybrid_loads_late_stores(ask: Asked) -> Batches:
+    """Prompts of several windows, of which a beginning comes again with another end."""
+    longer = [ask.tokens(159), ask.shared + ask.tokens(62)]
+    return [longer, [longer[0][:36] + ask.tokens(31), longer[1][:101] + ask.tokens(15), longer[1][:43] + ask.tokens(8)]]
