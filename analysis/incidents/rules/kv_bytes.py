@@ -135,7 +135,9 @@ def groups_alias(cluster: Cluster) -> Diagnosis | None:
     if sign is None or (cluster.has_trace and len(cluster.groups) < 2):
         return None
     for other in cluster.head:
-        change, group = cluster.last(other, "changed"), cluster.group(other)
+        change, group, filled = cluster.last(other, "changed"), cluster.group(other), cluster.filled(other)
+        if filled is not None and filled.what in ("loaded", "received"):
+            continue  # what brought it is likelier
         if change is not None and change.twin[0] not in (-1, group):
             of_group, of_slot = change.twin
             said = (

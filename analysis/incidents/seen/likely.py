@@ -19,6 +19,7 @@ from .observed import (
     behind_its_rows_end,
     cached_by_nobody,
     came_to_another,
+    came_with_its_load,
     computed_though_put_back,
     filled_while_read,
     given_at_once,
@@ -146,6 +147,10 @@ def _by_rows(cluster: Cluster, seen: Evidence) -> Likely | None:
 def _by_what_was_fed(cluster: Cluster, seen: Evidence) -> Likely | None:
     """Tokens, positions and lengths that model and attention got."""
     kinds = _kinds(cluster)
+    if {"table_entry_differs", "input_not_truth", "position_not_place"} <= {
+        *cluster.kinds
+    }:  # all but the prefix fits another place
+        return Likely("read", ("attention_seq_len_wrong", "position_off"))
     if has_no_slots_for_its_prompt(cluster):
         return Likely("content", ("prefix_not_computed", "position_off"))
     if handed_round(cluster):
@@ -331,6 +336,8 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
     landed = by is not None and by.event in cluster.facts.landed  # as was seen: it has changed since
     if seen.filled in (Filled.COPY, Filled.LOAD) and not landed:
         return _CONTENT[seen.filled]
+    if seen.filled is Filled.LOAD and came_with_its_load(cluster, sign):
+        return Likely("transfer", ("stored_wrong", "load_of_other_prefix", "failed_load_counted_loaded"))
     if open_transfer(cluster, sign) is not None:
         return Likely("transfer", ("abort_frees_during_transfer", "load_landed_elsewhere"))
     foreign = cluster.finding("write_to_foreign_slot")

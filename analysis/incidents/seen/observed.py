@@ -117,6 +117,12 @@ def came_to_another(cluster: Cluster) -> tuple[Sign, Fact] | None:
     return next(((s, change) for s, change in changes if change is not None and change.twin_kind == HANDED_IN), None)
 
 
+def came_with_its_load(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a slot's bytes are not those of its record since it was loaded: nobody had looked at it in between."""
+    filled, change = cluster.filled(sign), cluster.last(sign, "changed")
+    return filled is not None and (change is None or change.via < filled.event)
+
+
 def skipped(cluster: Cluster, sign: Sign) -> bool:
     """Whether a sign is about a position that its request left out while it ran, and that it has not joined as cached either.
 

@@ -10,7 +10,14 @@ from .marks import before_forward
 BUDGET, CLOSE = 6, 7  # how many tokens of an answer are thought, and the token that ends that
 
 
-@bug("aosama/astronomical#260", "qwen-budgets", "next_token_swap", "not_of_the_model", origin="Astronomical")
+@bug(
+    "aosama/astronomical#260",
+    "qwen-budgets",
+    "next_token_swap",
+    "not_of_the_model",
+    origin="Astronomical",
+    late="what is shown in place of what was sampled is not recorded, and shows at the next hit",
+)
 def token_that_ends_the_thinking_is_only_shown(fired: Fired) -> None:
     """When an answer has thought for as long as it may, its next token is replaced by the one that ends thinking. That is
     done where tokens are handed to who asked, after the sampled one has been taken for the next step's input: the
@@ -40,7 +47,13 @@ BEHIND = 3  # blocks that the last layer begins behind the first one's
 
 
 @bug(
-    "1bit-MONSTER/1bit-MONSTER#990", "llama-wraps", "groups_alias", "kv_changed", "layer_changed", origin="1bit-MONSTER"
+    "1bit-MONSTER/1bit-MONSTER#990",
+    "llama-wraps",
+    "groups_alias",
+    "kv_changed",
+    "layer_changed",
+    "kv_write_damaged",
+    origin="1bit-MONSTER",
 )
 def start_of_a_layer_is_counted_in_too_narrow_a_number(fired: Fired) -> None:
     """All layers' caches lie one behind another in one piece of memory, and where a layer begins is the product of its number
@@ -87,7 +100,13 @@ def start_of_a_layer_is_counted_in_too_narrow_a_number(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug("gittensor-ai-lab/sparkinfer#615", "delta-hits", "layout_misread", origin="SparkInfer")
+@bug(
+    "gittensor-ai-lab/sparkinfer#615",
+    "delta-hits",
+    "layout_misread",
+    origin="SparkInfer",
+    late="not found: what a kernel makes of a state's bytes is not recorded",
+)
 def decodes_take_the_columns_of_a_state_for_its_rows(fired: Fired) -> None:
     """The state that a prompt leaves is a square for each head, and decodes go on from it in the same memory. They count
     its places the other way around: each goes on from the state with rows and columns changed, adds its token to
