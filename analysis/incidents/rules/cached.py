@@ -99,6 +99,11 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
         score = 0.55 + (0.25 if starts else 0) + (0.1 if joined else 0)
         if not cluster.complete and not cluster.joined(sign):  # that its row names what its prefix does is not seen
             score = min(score, POSSIBLE)
+        prompt = cluster.facts.prompts.get(sign.writer_request_id, -1)
+        if (
+            0 <= prompt <= sign.position
+        ):  # an answer's token, which may be kept under the key of another than was computed
+            score = min(score, POSSIBLE)
     found = sign.detail
     if wrong is not None:
         found = f"token {wrong.stored_token} instead of {wrong.expected_token}, written by {wrong.writer}"

@@ -234,9 +234,12 @@ def _own_tokens_off(wrong: list[Sign]) -> int:
     mine = {
         sign.position: sign for sign in wrong if sign.request_id == wrong[0].request_id and sign.event == wrong[0].event
     }
+    whole = max(mine) - min(mine)  # so far off that of all these one alone shows it
     for by in (step * sign for step in range(1, _FAR) for sign in (1, -1)):
         pairs = [(one, mine[at + by]) for at, one in mine.items() if at + by in mine]
-        if len(pairs) > 2 and all(one.stored_token == other.expected_token for one, other in pairs):
+        if (len(pairs) > 2 or (pairs and len(mine) > 2 and abs(by) == whole)) and all(
+            one.stored_token == other.expected_token for one, other in pairs
+        ):
             return by
     return 0
 
