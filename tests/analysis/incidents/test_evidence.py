@@ -12,7 +12,9 @@ from kvcanary.analysis.incidents.seen.likely import branch_of
 from kvcanary.analysis.incidents.sign import POSITION, TOKEN, Sign
 
 READER, OTHER, EVENT = 7, 8, 60
-GROUP = SimpleNamespace(name="kv", lut=-1, runner=0, page_size=8, window=0, num_slots=225, table=0, rows=8)
+GROUP = SimpleNamespace(
+    name="kv", lut=-1, runner=0, page_size=8, window=0, num_slots=225, table=0, rows=8, reads_before_write=False
+)
 
 
 def _sign(position, slot, **more):
