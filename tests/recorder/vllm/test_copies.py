@@ -159,6 +159,9 @@ def test_only_blocks_that_the_connector_was_asked_for_count_as_loaded(played: Pl
     asked = played.copies.asked_for(counted)
     assert (asked.start, asked.slots.tolist()) == (2 * SIZE, [20, 21, 22, 23])
     assert not played.copies.asked_for(counted).slots.size  # of another load nobody has spoken
+    played.step(loads=[(3, "a")])
+    assert played.copies.asked_for(counted) is counted  # what was asked for may be in the place of these
+    assert played.copies.asked_for(counted._replace(slots=np.arange(12, 16))).slots.size == SIZE
     played.connector.broken = True
     played.step(stores=[(3, "a")])  # from here on nobody knows what it was asked
     assert played.copies.asked_for(counted) is counted

@@ -195,12 +195,14 @@ class ConnectorCopies:
         return LoadJob(name, pages, self._ends.there(pages), self._ends.here(pages))
 
     def asked_for(self, load: ExternalSlots) -> ExternalSlots:
-        """Return those of the slots that the connector was asked to load; all if nobody knows what it was asked."""
-        if self._failed:
-            return load
+        """Return those of the slots that the connector was asked to load; all if nobody knows what it was asked, or if it was
+        asked for others as well, in the place of which these may be.
+        """
         blocks = load.slots // self._layout.groups[load.group].block_size
         asked = [block for block in np.unique(blocks).tolist() if (load.group, block) in self._asked]
         self._asked.difference_update((load.group, block) for block in asked)
+        if self._failed or self._asked:
+            return load
         at = np.flatnonzero(np.isin(blocks, asked))
         return load._replace(start=load.start + int(at[0]) if at.size else load.start, slots=load.slots[at])
 
