@@ -113,7 +113,7 @@ class LayerChanged(HistoryCheck):
 
 @register
 class BadValues(HistoryCheck):
-    """A forward wrote NaN, infinity, or a row of zeros or of values that are cut off to K or V of some layer.
+    """A forward wrote NaN, infinity, or a row of zeros or of saturated values to K or V of some layer.
 
     NaN spreads: what attends to it is NaN, too. Found is the first of a request, in the lowest layer; what the same request
     writes in the forwards that follow says nothing new. Rows of zeros are looked at behind a group's first layer and a
@@ -122,7 +122,7 @@ class BadValues(HistoryCheck):
     """
 
     kind = "bad_values"
-    finds = "a forward wrote NaN, infinity, or a row of zeros or of values that are cut off to K or V"
+    finds = "a forward wrote NaN, infinity, or a row of zeros or of saturated values to K or V"
     covered = Covered.COMPILED  # which stops in front of a forward with such values
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:

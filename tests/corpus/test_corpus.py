@@ -165,6 +165,27 @@ def test_what_was_observed_makes_it_sure(name, kind, words):
             0.85,
             "given back in event 57 as well",
         ),
+        ("transformers-block_of_a_row_is_read_without_the_stride_of_the_table", "slot_mapping", 0.95, "for slot 575"),
+        ("transformers-place_of_a_cancelled_request_is_not_given_back", "page_given_twice", 0.5, "was given to it"),
+        (
+            "sglang-who_has_made_room_by_leaving_finds_that_there_is_room",
+            "scheduled_after_retraction",
+            0.96,
+            "has not been let in again",
+        ),
+        (
+            "sglang-later_chunks_are_replayed_with_the_reach_of_the_first",
+            "attention_seq_len_wrong",
+            0.5,
+            "its row names slot 8",
+        ),
+        (
+            "transformers-second_attempt_goes_on_behind_what_the_first_one_left",
+            "position_off",
+            0.68,
+            "21 positions late",
+        ),
+        ("vllm-cache_takes_its_hold_before_a_request_lets_go", "page_leaked", 0.93, "a user whom nobody knows"),
         (
             "transformers-token_that_was_sampled_last_counts_as_stored_after_a_suspension",
             "prefix_not_computed",
