@@ -100,9 +100,8 @@ def tokens_truncated_hash_kept(cluster: Cluster) -> Diagnosis | None:
         if not cluster.complete and not cluster.joined(sign):  # that its row names what its prefix does is not seen
             score = min(score, POSSIBLE)
         prompt = cluster.facts.prompts.get(sign.writer_request_id, -1)
-        if (
-            0 <= prompt <= sign.position
-        ):  # an answer's token, which may be kept under the key of another than was computed
+        # An answer's token may be kept under the key of another than was computed.
+        if 0 <= prompt <= sign.position:
             score = min(score, POSSIBLE)
     found = sign.detail
     if wrong is not None:
