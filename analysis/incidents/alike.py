@@ -1,7 +1,6 @@
-"""Which known bugs look most like an incident, and whether they were of the kind that rules have found.
+"""What known bugs say of an incident beside rules: how likely each kind is, and which of them look most like it.
 
-Rules know mechanisms. This knows cases: the public bugs of the corpus and the faults of the lab, each by its traits. Where both
-say the same, it is so far more often than where one of them says it alone; that is what a confidence of 0.7 and more takes.
+Rules know mechanisms. This knows cases: the public bugs of the corpus and the faults of the lab, each by its traits.
 """
 
 from collections.abc import Collection
@@ -15,10 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...kernels.arrays import Float64Array
+from .learnt import LearntKinds, learnt_kinds, said_features
 from .ranking import Ranked
 from .rules import RULES
 from .seen.evidence import evidence_of
-from .seen.likely import CERTAIN, ONLY_LIKELY, POSSIBLE, known_of
+from .seen.likely import CERTAIN, POSSIBLE, known_of
 from .seen.traits import Traits, traits_of
 
 # Made by `python tests/corpus/known.py`.
@@ -26,15 +26,11 @@ KNOWN_BUGS: Final = Path(__file__).with_name("known_bugs.parquet")
 KNOWN_SCHEMA: Final = pa.schema(
     [("name", pa.utf8()), ("tracker", pa.utf8()), ("kinds", pa.list_(pa.utf8())), ("traits", pa.list_(pa.utf8()))]
 )
-_CLOSEST: Final = 5
+ANOTHER_KIND: Final = 0.5  # what a bug counts for the kinds that cannot be told from its own
 _LISTED: Final = 3
 _ALIKE: Final = 0.3  # what is less alike says nothing
-# The numbers below are chosen by how well the rounds before a round of held-out bugs told its kinds (12 to 39).
-_ANOTHER_KIND: Final = 0.7  # what a bug counts for the kinds that cannot be told from its own
-_SHARPNESS: Final = 8  # the power of a likeness that is its weight
-_SOME: Final = 0.3  # of the share that the most frequent kind has: with less, a rule's kind may stand behind that
-_MOST: Final = 0.8  # of the closest; with less, their kind is no more than likely
-_MANY: Final = 10  # public bugs of a kind, of which one that is of it should be among the closest
+_SAID: Final = 3  # the kinds that are named, the likeliest
+_LEAST: Final = 0.25  # how likely the first is to be named at all
 
 
 class Alike(NamedTuple):
@@ -48,14 +44,16 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBugs:
-    """Known bugs: `rows` as in `KNOWN_SCHEMA`."""
+    """Known bugs: `rows` as in `KNOWN_SCHEMA`, and what was `learnt` from them; nobody knows the kinds that are `left_out`."""
 
     rows: tuple[dict[str, Any], ...]
+    learnt: LearntKinds
+    left_out: frozenset[str] = frozenset()
 
-    def without(self, *, names: Collection[str] = (), kinds: Collection[str] = ()) -> "KnownBugs":
-        """Return those that do not have one of these names, and none of these kinds."""
-        kept = (row for row in self.rows if row["name"] not in names and not {*row["kinds"]} & {*kinds})
-        return KnownBugs(rows=tuple(kept))
+    def without(self, kinds: Collection[str]) -> "KnownBugs":
+        """Return those that are of none of these kinds, and what was learnt of the others."""
+        rows = tuple(row for row in self.rows if not {*row["kinds"]} & {*kinds})
+        return replace(self, rows=rows, left_out=frozenset(kinds))
 
     def closest(self, traits: Traits) -> list[tuple[int, float]]:
         """Return the numbers of the bugs that look most like this, with how much, 0 to 1."""
@@ -67,18 +65,8 @@ class KnownBugs:
         mine *= weights
         norm = max(float(np.sqrt(mine @ mine)), 1e-9)
         likeness = (matrix @ mine) / (norms * norm)
-        best = np.argsort(-likeness, kind="stable")[:_CLOSEST]
+        best = np.argsort(-likeness, kind="stable")[:_LISTED]
         return [(int(n), float(likeness[n])) for n in best]
-
-    def shares(self, closest: list[tuple[int, float]]) -> dict[str, float]:
-        """Return what share of the closest bugs, by likeness, is of each kind, the most frequent first."""
-        total = sum(likeness**_SHARPNESS for _, likeness in closest) or 1.0
-        found: dict[str, float] = {}
-        for number, likeness in closest:
-            for place, kind in enumerate(self.rows[number]["kinds"]):
-                part = likeness**_SHARPNESS / total * (_ANOTHER_KIND if place else 1)
-                found[kind] = found.get(kind, 0.0) + part
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @cached_property
     def _learnt(self) -> tuple[dict[str, int], Float64Array, Float64Array, Float64Array]:
@@ -93,7 +81,7 @@ class KnownBugs:
         for n, row in enumerate(self.rows):
             has[n, [columns[trait] for trait in row["traits"]]] = 1
             for place, kind in enumerate(row["kinds"]):
-                of[n, kinds.index(kind)] = _ANOTHER_KIND if place else 1
+                of[n, kinds.index(kind)] = ANOTHER_KIND if place else 1
         usual = (of.sum(0) + 0.1) / (of.sum() + 0.1 * len(kinds))
         counts = has.T @ of
         given = (counts + 2 * usual) / (counts.sum(1, keepdims=True) + 2)
@@ -105,44 +93,36 @@ class KnownBugs:
 @cache
 def known_bugs() -> KnownBugs:
     """Return the known bugs that come with this package."""
-    return KnownBugs(rows=tuple(pq.read_table(KNOWN_BUGS, schema=KNOWN_SCHEMA).to_pylist()))
+    rows = tuple(pq.read_table(KNOWN_BUGS, schema=KNOWN_SCHEMA).to_pylist())
+    return KnownBugs(rows=rows, learnt=learnt_kinds())
 
 
 def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike]]:
-    """Return a cluster's kinds as they are ranked by rules and by known bugs, and the bugs that look most like it.
+    """Return a cluster's kinds by how likely known bugs make them, with what rules say of each, and the bugs most like it.
 
-    A rule that is sure keeps its score if the known bugs say the same; else it is not sure. It stands first all the same, unless next
-    to none of the closest is of its kind, of which there are many: then the kind of theirs that is of the evidence's branch does.
+    The score is that likelihood. It takes both to be sure: a kind of which no rule is sure, or another, is at most possible.
     """
     cluster = ranked.cluster
     if not cluster.has_trace or not known.rows:
         return ranked, []
     seen = evidence_of(cluster)
-    closest = known.closest(traits_of(cluster, seen, ranked.likely))
+    traits = traits_of(cluster, seen, ranked.likely)
+    closest = known.closest(traits)
     if closest[0][1] < _ALIKE:
         return ranked, []
-    shares = known.shares(closest)
     alike = [
         Alike(row["name"], row["tracker"], row["kinds"][0], round(likeness, 3))
-        for row, likeness in ((known.rows[n], likeness) for n, likeness in closest[:_LISTED])
+        for row, likeness in ((known.rows[n], likeness) for n, likeness in closest)
     ]
-    most = max(shares.values())
-    best, of = ranked.kinds[0] if ranked.kinds else ("", None)
-    sure = of is not None and of.score >= CERTAIN
-    if sure and shares.get(best, 0.0) >= most:
-        return ranked, alike
-    # What the evidence says of where it went wrong holds for kinds that known bugs say as well.
-    inside = [one for one in shares.items() if ranked.likely.branch in ("", RULES[one[0]].branch)]
-    if not inside and not sure:
-        return ranked, alike
-    fits = best != "" and ranked.likely.branch in ("", RULES[best].branch)
-    kind, share = inside[0] if inside else (best, 0.0)
-    few = sure and sum(row["kinds"][0] == best and row["tracker"] != "" for row in known.rows) < _MANY
-    first = best if few or not inside or (fits and shares.get(best, 0.0) >= _SOME * most) else kind
-    kinds = {other: replace(one, score=min(one.score, ONLY_LIKELY)) for other, one in ranked.kinds}
-    said = kinds.get(first, known_of(cluster, seen, 0.0))
-    own = min(of.score, POSSIBLE) if of is not None and first == best else ONLY_LIKELY
-    kinds[first] = replace(said, score=POSSIBLE if first == kind and share >= _MOST else max(own, ONLY_LIKELY))
-    kinds.setdefault(kind, known_of(cluster, seen, ONLY_LIKELY))
-    order = sorted(kinds.items(), key=lambda item: (item[0] != first, -item[1].score))
-    return replace(ranked, kinds=tuple(order)), alike
+    by_rules = dict(ranked.kinds)
+    best = ranked.kinds[0][0] if ranked.kinds else ""
+    sure = best != "" and by_rules[best].score >= CERTAIN
+    chances = known.learnt.chances(traits | said_features(best, sure=sure), known.left_out)
+    # What the evidence says of where it went wrong holds; the others stand behind.
+    order = sorted(chances, key=lambda kind: ranked.likely.branch not in ("", RULES[kind].branch))
+    found = []
+    for kind in order[:_SAID]:
+        most = by_rules[kind].score if sure and kind == best else POSSIBLE
+        said = by_rules.get(kind, known_of(cluster, seen, 0.0))
+        found.append((kind, replace(said, score=min(chances[kind], most))))
+    return replace(ranked, kinds=tuple(found), least=_LEAST), alike

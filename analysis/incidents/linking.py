@@ -18,7 +18,6 @@ from .cluster import Diagnosis
 from .places import FINDING, Places
 from .ranking import Ranked
 from .rules import RULES, UNKNOWN
-from .seen.likely import KNOWN
 
 # A draft's records stand one position further on.
 _NEIGHBOUR: Final = 1
@@ -127,7 +126,7 @@ POSSIBLE: Final = 0.3
 
 def kind_of(ranked: Ranked) -> tuple[str, Diagnosis | None]:
     """Return the best kind and its diagnosis; `UNKNOWN` where nothing speaks clearly."""
-    if ranked.kinds and ranked.kinds[0][1].score >= KNOWN:
+    if ranked.kinds and ranked.kinds[0][1].score >= ranked.least:
         return ranked.kinds[0]
     return UNKNOWN, None
 

@@ -17,7 +17,7 @@ from .facts import Facts
 from .places import FINDING, Places, count_rows, open_parquet, require_columns
 from .rules import RULES
 from .seen.evidence import evidence_of
-from .seen.likely import Likely, branch_of, judged_again, left_open
+from .seen.likely import KNOWN, Likely, branch_of, judged_again, left_open
 from .sign import Sign
 
 # Clusters past these are not judged one by one; they go with a judged one of the same signs.
@@ -42,12 +42,13 @@ _FIELDS: Final = {
 class Ranked:
     """One cluster's kinds, best first, each with its diagnosis; `cluster` is what they were judged by.
 
-    `likely` is what the evidence says without any rule.
+    `likely` is what the evidence says without any rule. With a score below `least` a kind is not said to be known.
     """
 
     cluster: Cluster
     kinds: tuple[tuple[str, Diagnosis], ...]
     likely: Likely
+    least: float = KNOWN
 
 
 def make_clusters(report: Path, places: Places, clusters: Int64Array, facts: Facts) -> list[Cluster]:

@@ -1,6 +1,8 @@
-"""Writes analysis/incidents/known_bugs.parquet: what every bug of the corpus, and every fault of the lab, looks like.
+"""Writes what comes with analysis/incidents: what every bug of the corpus, and every fault of the lab, looks like, and what is learnt
+from them.
 
-    python tests/corpus/known.py
+    python tests/corpus/known.py            # both files
+    python tests/corpus/known.py --learn    # known_bugs.parquet stays as it is
 
 To be run where a bug came to the corpus, or what is seen of a cluster has changed.
 """
@@ -17,8 +19,10 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 from kvcanary.analysis.incidents.alike import KNOWN_BUGS, KNOWN_SCHEMA  # noqa: E402
 from kvcanary.analysis.incidents.finding import Incidents  # noqa: E402
+from kvcanary.analysis.incidents.learnt import LEARNT_KINDS  # noqa: E402
 from kvcanary.analysis.incidents.seen.evidence import evidence_of  # noqa: E402
 from kvcanary.analysis.incidents.seen.traits import traits_of  # noqa: E402
+from learning import learn  # noqa: E402
 from run import BUGS, DATA, look  # noqa: E402
 
 LAB_SEEDS = 6  # of each fault
@@ -60,11 +64,15 @@ def of_lab() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the file."""
-    rows = [row for row in (*of_corpus(), *of_lab()) if row["traits"]]
-    table = pa.Table.from_pylist(sorted(rows, key=lambda row: row["name"]), schema=KNOWN_SCHEMA)
-    pq.write_table(table, KNOWN_BUGS, compression="zstd")
-    print(f"wrote {KNOWN_BUGS}: {len(rows)} bugs")
+    """Write the files."""
+    if "--learn" not in sys.argv[1:]:
+        found = [row for row in (*of_corpus(), *of_lab()) if row["traits"]]
+        table = pa.Table.from_pylist(sorted(found, key=lambda row: row["name"]), schema=KNOWN_SCHEMA)
+        pq.write_table(table, KNOWN_BUGS, compression="zstd")
+    rows = pq.read_table(KNOWN_BUGS, schema=KNOWN_SCHEMA).to_pylist()
+    learnt = learn(rows)
+    learnt.write(LEARNT_KINDS)
+    print(f"wrote {KNOWN_BUGS}, {LEARNT_KINDS}: {len(rows)} bugs, {len(learnt.features)} features")
 
 
 if __name__ == "__main__":

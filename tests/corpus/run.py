@@ -94,27 +94,27 @@ class Outcome:
 
 def look(trace: Path, kinds: tuple[str, ...] = (), known: Any = None) -> tuple[int, Any, Any, Any]:
     """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules and
-    bugs of `kinds`. It is compared with `known` bugs, None for all but itself.
+    bugs of `kinds`. It is compared with `known` bugs, None for nine tenths of them, without itself.
     """
-    from kvcanary.analysis.incidents.alike import known_bugs
     from kvcanary.analysis.incidents.finding import gathered, incidents_of
     from kvcanary.analysis.incidents.places import read_places
     from kvcanary.replayer.run.replay import ReplaySettings, replay
+    from learning import others
 
     with tempfile.TemporaryDirectory() as folder:
         summary = replay(trace, settings=ReplaySettings(), report=Path(folder))
         places = read_places(Path(folder))
         facts = gathered([trace], places)
-        others = known_bugs().without(names={trace.stem}) if known is None else known
+        known = others(trace.stem) if known is None else known
         found, unknown = (
-            incidents_of(Path(folder), places, facts, without, others.without(kinds=without)) for without in ((), kinds)
+            incidents_of(Path(folder), places, facts, without, known.without(without)) for without in ((), kinds)
         )
     marks = [mark["labels"]["forward"] for mark in summary.marks if set(mark["labels"]) == {"forward"}]
     return (marks[0] if marks else -1), summary, found, unknown
 
 
 def outcome(bug: Bug, data: Path = DATA, known: Any = None) -> Outcome:
-    """Replay a bug's saved trace, and compare it with `known` bugs, None for all others."""
+    """Replay a bug's saved trace, and compare it with `known` bugs, None for nine tenths of them, without itself."""
     reads, _, found, unknown = look(data / f"{bug.trace}.arrow", bug.kinds, known)
     reads, rows, others = max(reads, bug.reads), found.rows, unknown.rows
     first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
