@@ -479,7 +479,7 @@ def generate(setup: str, folder: Path) -> None:
         max_mamba_cache_size=8
         if setup in ("recurrent-retract", "recurrent-few-slots", "recurrent-handed-on")
         else 12
-        if setup == "recurrent-padded"
+        if setup in ("recurrent-padded", "recurrent-resumed-retract-no-tree")
         else None,
         page_size=chosen.page,
         max_total_tokens=chosen.slots,

@@ -446,6 +446,24 @@ def _llama_host_lossy_twice_storage(ask: Asked) -> None:
     ask.prompts = [ask.tokens(ask.rng.randrange(48, 60)) for _ in range(4)]
 
 
+def _llama_page4_turns(ask: Asked) -> None:
+    """Prompts of one chunk and of two, most of which others go on behind."""
+    ask.prompts = [ask.tokens(count) for count in (26, 41, 15, 33)]
+    ask.again = [ask.prompts[0] + ask.tokens(8), ask.tokens(24), ask.prompts[2] + ask.tokens(11), ask.prompts[1]]
+
+
+def _recurrent_resumed_retract_no_tree(ask: Asked) -> None:
+    """Prompts, most of them very short, more than are computed at a time."""
+    ask.prompts = [ask.tokens(count) for count in (9, 3, 2, 14, 2)]
+    ask.again = [ask.tokens(2), ask.tokens(11), ask.tokens(3), ask.tokens(2)]
+
+
+def _llama_page2_many(ask: Asked) -> None:
+    """Prompts of one chunk and of two in a pool that is never full, some of which others go on behind."""
+    ask.prompts = [ask.tokens(count) for count in (19, 37, 12, 26)]
+    ask.again = [ask.tokens(22), ask.prompts[0] + ask.tokens(7), ask.prompts[1][:20] + ask.tokens(9)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -550,6 +568,9 @@ SETUPS = {
     "recurrent-padded": Setup("lfm2", 1, 444, False, 3, False, then=_recurrent_padded),
     "hybrid-page4-inside": Setup("mellum_hybrid", 4, 460, False, 3, False, then=_hybrid_page4_inside),
     "llama-host-lossy-twice-storage": Setup("llama", 4, 156, False, 2, False, then=_llama_host_lossy_twice_storage),
+    "llama-page4-turns": Setup("llama", 4, 412, False, 3, False, then=_llama_page4_turns),
+    "llama-page2-many": Setup("llama", 2, 640, False, 3, False, then=_llama_page2_many),
+    "recurrent-resumed-retract-no-tree": Setup("lfm2", 1, 428, False, 3, True, then=_recurrent_resumed_retract_no_tree),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -582,4 +603,7 @@ TELLING = (
     "recurrent-padded",
     "llama-page4-crush-retract",
     "llama-host-lossy-twice-storage",
+    "llama-page4-turns",
+    "recurrent-resumed-retract-no-tree",
+    "llama-page2-many",
 )

@@ -312,6 +312,15 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(302, 28), 30, 2),
             ask("d", random_prompt(303, 12), 16, 12),
         ]
+    if setup == "qwen-adapters":  # that begin alike, with the base model and with two adapters
+        return [
+            ask("a", system + random_prompt(310, 7), 20),
+            ask("b", random_prompt(311, 18), 28, 1),
+            ask("c", system + random_prompt(312, 11), 18, 6),
+            ask("d", system + random_prompt(313, 4), 16, 13),
+            ask("e", random_prompt(311, 18) + random_prompt(314, 8), 14, 20),
+            ask("f", system + random_prompt(315, 9), 12, 28),
+        ]
     return []
 
 
@@ -433,6 +442,68 @@ def sleeps(at_step: int) -> None:
         return ready
 
     ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
+
+
+ADAPTERS = {"a": 1, "b": 0, "c": 2, "d": 1, "e": 2, "f": 0}  # of the requests of qwen-adapters; 0 is the base model
+
+
+def first_parent(adapter: int) -> int | None:
+    """Return what the key of a prompt's first block goes on from: the adapter that the prompt is computed with."""
+    return adapter or None
+
+
+def adapters(of: dict[str, int]) -> None:
+    """Have requests computed with adapters of their own, 0 for none, and their blocks known by these, too."""
+    import torch
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+    step, search = ContinuousBatchProcessor._generation_step, PagedAttentionCache.search_prefix_match
+    mark, key = PagedAttentionCache.mark_complete_blocks, cache_allocator.compute_block_hash
+    now: list[int] = [0]  # the adapter of the request whose blocks are looked for or entered
+    drawn = torch.Generator().manual_seed(4)
+    halves: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}  # by adapter and projection
+
+    def added(name: str, rows: torch.Tensor):
+        def hook(module, inputs, output):
+            for adapter in set(of.values()) - {0}:
+                if (adapter, name) not in halves:
+                    sizes = (module.in_features, 4), (4, module.out_features)
+                    halves[adapter, name] = tuple(0.3 * torch.randn(size, generator=drawn) for size in sizes)
+                down, up = halves[adapter, name]
+                output = output + (inputs[0] @ down @ up) * (rows == adapter)[: output.shape[1], None]
+            return output
+
+        return hook
+
+    def generation_step(processor, model) -> None:
+        batch = processor.inputs_and_outputs.requests_in_batch
+        rows = torch.tensor([of[future.state.request_id] for future in batch for _ in range(future.query_length)])
+        hooks = [
+            module.register_forward_hook(added(name, rows))
+            for name, module in model.named_modules()
+            if name.endswith(("k_proj", "v_proj"))
+        ]
+        step(processor, model)
+        for hook in hooks:
+            hook.remove()
+
+    def search_prefix_match(cache, request_id, prompt_ids) -> int:
+        now[0] = of[request_id]
+        return search(cache, request_id, prompt_ids)
+
+    def mark_complete_blocks(cache, state, complete_blocks) -> None:
+        now[0] = of[state.request_id]
+        mark(cache, state, complete_blocks)
+
+    def compute_block_hash(parent_hash, tokens) -> int:
+        return key(first_parent(now[0]) if parent_hash is None else parent_hash, tokens)
+
+    ContinuousBatchProcessor._generation_step = generation_step
+    PagedAttentionCache.search_prefix_match = search_prefix_match
+    PagedAttentionCache.mark_complete_blocks = mark_complete_blocks
+    cache_allocator.compute_block_hash = compute_block_hash
 
 
 def generate(setup: str, folder: Path) -> None:
@@ -560,10 +631,14 @@ def generate(setup: str, folder: Path) -> None:
         batching |= {"num_blocks": 48, "max_batch_tokens": 44}
     if setup == "offload-stages":
         batching |= {"num_blocks": 13, "max_batch_tokens": 40}
+    if setup == "qwen-adapters":
+        batching = {"num_blocks": 82, "max_batch_tokens": 42}
+        adapters(ADAPTERS)
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
     sharp += ("qwen-refit", "qwen-one-left", "offload-hybrid-shorter", "offload-stages")
+    sharp += ("qwen-adapters",)
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

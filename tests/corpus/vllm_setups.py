@@ -56,6 +56,12 @@ TELLING = (
     "qwen-budgets",
     "llama-wraps",
     "hybrid-loads-late-stores",
+    "hybrid-decodes",
+    "delta-returns",
+    "llama-loads-tails",
+    "qwen-loads-fresh",
+    "delta-waits",
+    "qwen-rows",
 )
 
 
@@ -1338,3 +1344,86 @@ def _hybrid_loads_late_stores(ask: Asked) -> Batches:
     """Prompts of several windows, of which a beginning comes again with another end."""
     longer = [ask.tokens(159), ask.shared + ask.tokens(62)]
     return [longer, [longer[0][:36] + ask.tokens(31), longer[1][:101] + ask.tokens(15), longer[1][:43] + ask.tokens(8)]]
+
+
+@setup("hybrid-decodes", "hybrid", {"max_num_batched_tokens": 136, "num_gpu_blocks_override": 84, "max_num_seqs": 3})
+def _hybrid_decodes(ask: Asked) -> Batches:
+    """Prompts that are longer than the window, and such that become so while they are answered."""
+    return [
+        [ask.tokens(63), ask.tokens(37), ask.tokens(92)],
+        [ask.tokens(45), ask.shared + ask.tokens(6)],
+    ]
+
+
+@setup(
+    "delta-returns",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 128, "num_gpu_blocks_override": 15, "max_num_seqs": 3},
+    more=38,
+)
+def _delta_returns(ask: Asked) -> Batches:
+    """Prompts that grow until there is no room for all of them."""
+    return [[ask.tokens(51), ask.tokens(34), ask.tokens(60)], [ask.tokens(28), ask.shared[:57]]]
+
+
+@setup(
+    "llama-loads-tails",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 112,
+        "num_gpu_blocks_override": 32,
+        "max_num_seqs": 2,
+    },
+)
+def _llama_loads_tails(ask: Asked) -> Batches:
+    """Prompts that go on for two blocks behind the same beginning, and come again with other ends."""
+    longer = [ask.shared[:64] + ask.tokens(75), ask.tokens(103), ask.shared[:64] + ask.tokens(41)]
+    return [
+        [ask.shared + ask.tokens(3), *longer],
+        [ask.tokens(47), longer[0] + ask.tokens(11), longer[1] + ask.tokens(6)],
+        [longer[2] + ask.tokens(19), ask.tokens(24)],
+    ]
+
+
+@setup(
+    "qwen-loads-fresh",
+    "qwen",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "max_num_batched_tokens": 100,
+        "num_gpu_blocks_override": 34,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_loads_fresh(ask: Asked) -> Batches:
+    """Prompts that come again beside others that nobody has asked."""
+    longer = [ask.shared + ask.tokens(30), ask.tokens(69)]
+    return [
+        [*longer, ask.tokens(22)],
+        [ask.tokens(55), longer[1] + ask.tokens(13)],
+        [longer[0] + ask.tokens(5), ask.tokens(40), longer[1][:65] + ask.tokens(10)],
+    ]
+
+
+@setup(
+    "delta-waits",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 140, "num_gpu_blocks_override": 15, "max_num_seqs": 4},
+)
+def _delta_waits(ask: Asked) -> Batches:
+    """Prompts that begin like one before them, more than there is room for at a time."""
+    return [
+        [ask.shared + ask.tokens(12), ask.tokens(36)],
+        [ask.shared + ask.tokens(25), ask.tokens(49), ask.shared[:66] + ask.tokens(14), ask.shared + ask.tokens(38)],
+        [ask.tokens(42), ask.shared[:67] + ask.tokens(20)],
+    ]
+
+
+@setup("qwen-rows", "qwen", {"max_num_batched_tokens": 116, "num_gpu_blocks_override": 44, "max_num_seqs": 3})
+def _qwen_rows(ask: Asked) -> Batches:
+    """Prompts that are computed two at a time, and answered three at a time."""
+    return [
+        [ask.tokens(43), ask.shared + ask.tokens(2), ask.tokens(27)],
+        [ask.shared + ask.tokens(14), ask.tokens(53), ask.tokens(30)],
+    ]
