@@ -30,7 +30,7 @@ ANOTHER_KIND: Final = 0.5  # what a bug counts for the kinds that cannot be told
 _LISTED: Final = 3
 _ALIKE: Final = 0.3  # what is less alike says nothing
 _SAID: Final = 3  # the kinds that are named, the likeliest
-_LEAST: Final = 0.25  # how likely the first is to be named at all
+LEAST: Final = 0.15  # how likely the first is to be named at all
 
 
 class Alike(NamedTuple):
@@ -59,7 +59,7 @@ class KnownBugs:
         """Return the numbers of the bugs that look most like this, with how much, 0 to 1."""
         if not self.rows:
             return []
-        columns, weights, matrix, norms = self._learnt
+        columns, weights, matrix, norms = self._weighed
         mine = np.zeros(len(weights))
         mine[[columns[trait] for trait in traits if trait in columns]] = 1
         mine *= weights
@@ -68,8 +68,19 @@ class KnownBugs:
         best = np.argsort(-likeness, kind="stable")[:_LISTED]
         return [(int(n), float(likeness[n])) for n in best]
 
+    def likeliest(self, traits: Traits, best: str, score: float, branch: str) -> list[tuple[str, float]]:
+        """Return the likeliest kinds, with how likely each is, of what rules say is `best`, with `score`, and evidence of `branch`.
+
+        It takes both to be sure: a kind of which no rule is sure, or another, is at most possible.
+        """
+        sure = score >= CERTAIN
+        chances = self.learnt.chances(traits | said_features(best, sure=sure), self.left_out)
+        # What the evidence says of where it went wrong holds; the others stand behind.
+        order = sorted(chances, key=lambda kind: branch not in ("", RULES[kind].branch))
+        return [(kind, min(chances[kind], score if sure and kind == best else POSSIBLE)) for kind in order[:_SAID]]
+
     @cached_property
-    def _learnt(self) -> tuple[dict[str, int], Float64Array, Float64Array, Float64Array]:
+    def _weighed(self) -> tuple[dict[str, int], Float64Array, Float64Array, Float64Array]:
         """Return traits by their columns, the weight of each, each bug's weighed traits `[bugs, traits]`, and their lengths.
 
         A trait weighs what it tells of a kind: how far the kinds of the bugs that have it are from those of all.
@@ -98,10 +109,7 @@ def known_bugs() -> KnownBugs:
 
 
 def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike]]:
-    """Return a cluster's kinds by how likely known bugs make them, with what rules say of each, and the bugs most like it.
-
-    The score is that likelihood. It takes both to be sure: a kind of which no rule is sure, or another, is at most possible.
-    """
+    """Return a cluster's kinds by how likely known bugs make them, in the words of the rules, and the bugs most like it."""
     cluster = ranked.cluster
     if not cluster.has_trace or not known.rows:
         return ranked, []
@@ -116,13 +124,11 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     ]
     by_rules = dict(ranked.kinds)
     best = ranked.kinds[0][0] if ranked.kinds else ""
-    sure = best != "" and by_rules[best].score >= CERTAIN
-    chances = known.learnt.chances(traits | said_features(best, sure=sure), known.left_out)
-    # What the evidence says of where it went wrong holds; the others stand behind.
-    order = sorted(chances, key=lambda kind: ranked.likely.branch not in ("", RULES[kind].branch))
-    found = []
-    for kind in order[:_SAID]:
-        most = by_rules[kind].score if sure and kind == best else POSSIBLE
-        said = by_rules.get(kind, known_of(cluster, seen, 0.0))
-        found.append((kind, replace(said, score=min(chances[kind], most))))
-    return replace(ranked, kinds=tuple(found), least=_LEAST), alike
+    if best and best not in known.learnt.kinds:  # of a rule of one's own
+        return ranked, alike
+    score = by_rules[best].score if best else 0.0
+    found = [
+        (kind, replace(by_rules.get(kind, known_of(cluster, seen, 0.0)), score=chance))
+        for kind, chance in known.likeliest(traits, best, score, ranked.likely.branch)
+    ]
+    return replace(ranked, kinds=tuple(found), least=LEAST), alike

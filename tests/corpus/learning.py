@@ -2,8 +2,9 @@
 
 import functools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from run import FIRST_TRY
 _LESS: Final = 1e-3
 _LESS_OF_RULES: Final = 0.3e-3  # of what rules say of single kinds
 FOLDS: Final = 10
+BRANCH: Final = "branch: "
+CODED: Final = ("observed: ", BRANCH, "likely ")
 
 
 def learn(rows: Sequence[dict[str, Any]]) -> LearntKinds:
@@ -82,16 +85,57 @@ def _fold(number: int) -> KnownBugs:
 
 
 def others(name: str) -> KnownBugs:
-    """Return the known bugs without a tenth of them, in which this one is, and what was learnt from them."""
-    numbers = (n for n, row in enumerate(known_bugs().rows) if row["name"] == name)
-    return _fold(next(numbers, 0) % FOLDS)
+    """Return the known bugs, without a tenth of them in which this one is if it is one, and what was learnt from them."""
+    number = next((n for n, row in enumerate(known_bugs().rows) if row["name"] == name), None)
+    return known_bugs() if number is None else _fold(number % FOLDS)
 
 
-def before(number: int, rows: Iterable[dict[str, Any]]) -> KnownBugs:
-    """Return the bugs of `rows` of the rounds before one, those of the lab among them, and what was learnt from them."""
-    bugs = load()
-    mine = tuple(row for row in rows if row["name"] not in bugs or bugs[row["name"]].held_out < number)
-    return KnownBugs(rows=mine, learnt=learn(mine))
+class Tried(NamedTuple):
+    """A bug that was held out: its round, kind and score by the rules of its day, kind and score with what was known before it."""
+
+    held_out: int
+    kinds: tuple[str, ...]
+    by_rules: str
+    rules_score: float
+    kind: str
+    score: float
+
+
+def walk(first_round: int, *, plain: bool = False) -> list[Tried]:
+    """Return what is said of each bug that was held out, and that rules said something of, by what the rounds before it taught.
+
+    Its traits are those of today. `plain` leaves out those that were coded with the corpus at hand.
+    """
+    bugs, said, found = load(), json.loads(FIRST_TRY.read_text()), []
+    rows = [row for row in known_bugs().rows if row["tracker"] == "" or row["name"] in bugs]
+    if plain:
+        rows = [row | {"traits": [t for t in row["traits"] if not t.startswith(CODED)]} for row in rows]
+    round_of = {row["name"]: bugs[row["name"]].held_out if row["name"] in bugs else 0 for row in rows}
+    for number in range(first_round, max(round_of.values()) + 1):
+        earlier = tuple(row for row in rows if round_of[row["name"]] < number)
+        known = KnownBugs(rows=earlier, learnt=learn(earlier))
+        for row in rows:
+            first = said.get(row["name"])
+            if round_of[row["name"]] != number or first is None or not first["kind"]:
+                continue
+            branch = next((t.removeprefix(BRANCH) for t in row["traits"] if t.startswith(BRANCH)), "")
+            best = first["kind"] if first["kind"] in RULES else ""
+            kind, score = known.likeliest(frozenset(row["traits"]), best, first["score"], branch)[0]
+            kinds = tuple(first.get("kinds", row["kinds"]))
+            found.append(Tried(number, kinds, first["kind"], first["score"], kind, score))
+    return found
+
+
+def reliability(found: Iterable[Tried]) -> list[str]:
+    """Return a table of what was said, with what share of it was right."""
+    bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for one in found:
+        bins[min(9, int(one.score * 10))].append((one.score, one.kind in one.kinds))
+    lines = ["| confidence | on average | right | bugs |", "| --- | ---: | ---: | ---: |"]
+    for low, mine in sorted(bins.items()):
+        score, right = (sum(one[i] for one in mine) / len(mine) for i in range(2))
+        lines.append(f"| {low / 10:.1f} to {(low + 1) / 10:.1f} | {score:.2f} | {right:.2f} | {len(mine)} |")
+    return lines
 
 
 def _shares(mine: Sequence[str], kinds: Sequence[str]) -> np.ndarray:

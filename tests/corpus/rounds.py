@@ -340,7 +340,7 @@ ROUND_NOTES = (
         "8329df13",
         (
             "Chosen as those of the rounds before, in vLLM, SGLang and transformers: the first round in which the likelihood of a kind is what known bugs and the rules' own record say. None "
-            "was wrong with 0.7 or more; two damaged loads were called unknown. Seven were found clean: two windows that attention's mask or kernel was not told of, two leaks, a load of which "
+            "was wrong with 0.7 or more. Seven were found clean: two windows that attention's mask or kernel was not told of, two leaks, a load of which "
             "a part was never stored, keys rotated by another position, and an adapter that nobody had told the recorder of."
         ),
     ),

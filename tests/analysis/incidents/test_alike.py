@@ -1,11 +1,14 @@
 """Known bugs that look like an incident: what they say beside the rules, and that the file of them is that of this corpus."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from kvcanary.analysis.incidents.alike import KnownBugs, known_bugs, second_opinion
+from kvcanary.analysis.incidents.alike import LEAST, KnownBugs, known_bugs, second_opinion
 from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.analysis.incidents.learnt import LEARNT_KINDS, USUAL, LearntKinds, learnt_kinds, said_features
 from kvcanary.analysis.incidents.rules import RULES
 from kvcanary.analysis.incidents.seen.evidence import evidence_of
 from kvcanary.analysis.incidents.seen.traits import traits_of
@@ -30,47 +33,83 @@ def lead(tmp_path_factory):
     return found.rows[0], one, sorted(traits_of(one.cluster, evidence_of(one.cluster), one.likely))
 
 
+def taught(**says: dict[str, float]) -> LearntKinds:
+    """What is learnt, of single features by their names, `{kind: how many times as likely}`; nothing of the others."""
+    kinds = ("kv_changed", "double_free", "free_too_early")
+    weights = [[np.log(of.get(kind, 1.0)) for kind in kinds] for of in ({}, *says.values())]
+    return LearntKinds(kinds=kinds, features=(USUAL, *says), weights=np.array(weights))
+
+
 def test_what_looks_the_same_is_closest_and_traits_that_all_have_say_little() -> None:
     known = KnownBugs(
+        learnt=taught(),
         rows=(
             bug("a", ["double_free"], ["usual", "freed twice"]),
             bug("b", ["kv_changed"], ["usual", "bytes"]),
             bug("c", ["kv_changed"], ["usual", "bytes", "other"]),
-        )
+        ),
     )
     (first, likeness), (_second, less), *_ = known.closest(frozenset({"usual", "freed twice"}))
     assert (first, round(likeness, 6)) == (0, 1.0)
     assert less < 0.5
     assert next(known.rows[n]["name"] for n, _ in known.closest(frozenset({"bytes"}))) == "b"
-    assert next(iter(known.shares(known.closest(frozenset({"usual", "bytes"}))))) == "kv_changed"
     assert known.closest(frozenset({"what nobody knows"}))[0][1] == 0
-    assert known.without(names={"a"}).rows == known.rows[1:] == known.without(kinds={"double_free"}).rows
-    assert KnownBugs(rows=()).closest(frozenset({"usual"})) == []
+    assert known.without({"double_free"}).rows == known.rows[1:]
+    assert KnownBugs(rows=(), learnt=taught()).closest(frozenset({"usual"})) == []
 
 
-def test_a_kind_that_other_bugs_do_not_say_is_not_sure(lead) -> None:
-    row, ranked, traits = lead
-    kind = row["kind"]
-    assert row["score"] >= 0.7
-    agreed, alike = second_opinion(ranked, KnownBugs(rows=(bug("same", [kind], traits),)))
-    assert agreed.kinds == ranked.kinds
+def test_how_likely_a_kind_is_comes_of_all_features_and_of_nothing_unknown() -> None:
+    learnt = taught(bytes={"kv_changed": 4.0}, freed={"double_free": 8.0, "free_too_early": 2.0})
+    assert learnt.chances(["what nobody knows"]) == pytest.approx(dict.fromkeys(learnt.kinds, 1 / 3))
+    both = learnt.chances(["freed", "bytes"])
+    assert both == pytest.approx({"double_free": 8 / 14, "kv_changed": 4 / 14, "free_too_early": 2 / 14})
+    assert [*both] == ["double_free", "kv_changed", "free_too_early"]
+    left = learnt.chances(["freed", "bytes"], without={"double_free"})
+    assert left == pytest.approx({"kv_changed": 4 / 6, "free_too_early": 2 / 6})
+    assert learnt.chances(["freed"], without=learnt.kinds) == {}
+
+
+def test_what_is_learnt_is_the_same_behind_its_file(tmp_path: Path) -> None:
+    written = tmp_path / "learnt.parquet"
+    learnt_kinds().write(written)
+    assert written.read_bytes() == LEARNT_KINDS.read_bytes()
+    assert {*learnt_kinds().kinds} == {*RULES}
+
+
+def test_a_kind_is_sure_only_where_rules_and_known_bugs_both_are(lead) -> None:
+    _, ranked, traits = lead
+    (kind, of), *_ = ranked.kinds
+    assert (kind, of.score >= 0.9, ranked.likely.branch) == ("free_too_early", True, RULES["double_free"].branch)
+    same = (bug("same", [kind], traits),)
+    rules_say = next(iter(said_features(kind, sure=False)))
+
+    def asked(ranked=ranked, rows=same, **says):
+        return second_opinion(ranked, KnownBugs(rows=rows, learnt=taught(**says)))
+
+    agreed, alike = asked(**{rules_say: {kind: 18.0}})
+    assert [(other, round(one.score, 2)) for other, one in agreed.kinds] == [
+        (kind, 0.9),
+        ("double_free", 0.05),
+        ("kv_changed", 0.05),
+    ]
+    assert agreed.kinds[0][1].sentence == of.sentence
     assert [(one.name, one.kind, one.likeness) for one in alike] == [("same", kind, 1.0)]
-    assert {RULES[kind].branch, RULES["double_free"].branch} == {ranked.likely.branch}
-    # None that looks alike is of the rule's kind, though many are: theirs stands first, and is not sure either.
-    for said, count, first in (("double_free", 10, "double_free"), ("double_free", 9, kind), ("kv_changed", 10, kind)):
-        many = (bug("far", [kind], ["nothing of it"]) | {"tracker": "a/b#1"} for _ in range(count))
-        closest = (bug("other", [said], traits) for _ in range(5))
-        other, _ = second_opinion(ranked, KnownBugs(rows=(*closest, *many)))
-        assert (other.kinds[0][0], kind in dict(other.kinds)) == (first, True), (said, count)
-        assert max(one.score for _, one in other.kinds) < 0.7
-    # Some are: the rule's stands first, and is not sure.
-    some = [bug("other", ["double_free"], traits), bug("another", ["double_free"], traits), bug("same", [kind], traits)]
-    unsure, _ = second_opinion(ranked, KnownBugs(rows=tuple(some)))
-    assert unsure.kinds[0][0] == kind
-    assert max(one.score for _, one in unsure.kinds) < 0.7
-    # Nothing looks alike, or there is nothing: rules alone speak.
-    assert second_opinion(ranked, KnownBugs(rows=(bug("far", ["kv_changed"], ["nothing of it"]),))) == (ranked, [])
-    assert second_opinion(ranked, KnownBugs(rows=())) == (ranked, [])
+    # No more than the rule says itself.
+    assert asked(**{rules_say: {kind: 1e6}})[0].kinds[0][1].score == of.score
+    # Another kind, and one of which the rule is not sure, is at most possible.
+    other, _ = asked(**{rules_say: {"double_free": 98.0}})
+    assert (other.kinds[0][0], other.kinds[0][1].score) == ("double_free", 0.65)
+    unsure = replace(ranked, kinds=((kind, replace(of, score=0.6)),))
+    assert asked(unsure, **{rules_say: {kind: 98.0}})[0].kinds[0][1].score == 0.65
+    # What is of another branch than the evidence stands behind, however likely it is.
+    far, _ = asked(**{rules_say: {"kv_changed": 98.0}})
+    assert [other for other, _ in far.kinds] == ["double_free", kind, "kv_changed"]
+    assert far.kinds[0][1].score < LEAST
+    # Of a rule of one's own nothing is learnt; nothing looks alike, or there is nothing: rules alone speak.
+    own = replace(ranked, kinds=(("copy_leaked", of), *ranked.kinds))
+    assert asked(own) == (own, alike)
+    assert asked(rows=(bug("far", ["kv_changed"], ["nothing of it"]),)) == (ranked, [])
+    assert asked(rows=()) == (ranked, [])
 
 
 def test_the_known_bugs_are_those_of_the_corpus(lead) -> None:
