@@ -30,7 +30,7 @@ class Fact:
     copy or load its source, and a load in `together` how often that was stored since what it held before was read. For a change `twin`
     names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event` that write's event,
     `twin_kind` its kind (forward, transfer, or `HANDED_IN`: the model handed them in for that slot, which got others), `together`
-    how many slots changed at once, and `via` the last forward before.
+    how many slots changed at once, `emptied` whether it holds zeros now, and `via` the last forward before.
     """
 
     event: int
@@ -41,6 +41,7 @@ class Fact:
     twin_event: int = -1
     twin_kind: str = ""
     together: int = 0
+    emptied: bool = False
 
 
 class SlotFacts:

@@ -103,6 +103,7 @@ class ChangedBytes:
                 twin_event=event,
                 twin_kind=kind,
                 together=together,
+                emptied=not content.any(),
             )
             yield group, slot, fact
 

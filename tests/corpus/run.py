@@ -94,7 +94,7 @@ class Outcome:
 
 def look(trace: Path, kinds: tuple[str, ...] = (), known: Any = None) -> tuple[int, Any, Any, Any]:
     """Replay a trace; return the first forward that reads the damage, the summary, and the incidents, with and without rules and
-    bugs of `kinds`. It is compared with `known` bugs, None for nine tenths of them, without itself.
+    bugs of `kinds`. It is compared with `known` bugs, None for four fifths of them, without itself.
     """
     from kvcanary.analysis.incidents.finding import gathered, incidents_of
     from kvcanary.analysis.incidents.places import read_places
@@ -114,7 +114,7 @@ def look(trace: Path, kinds: tuple[str, ...] = (), known: Any = None) -> tuple[i
 
 
 def outcome(bug: Bug, data: Path = DATA, known: Any = None) -> Outcome:
-    """Replay a bug's saved trace, and compare it with `known` bugs, None for nine tenths of them, without itself."""
+    """Replay a bug's saved trace, and compare it with `known` bugs, None for four fifths of them, without itself."""
     reads, _, found, unknown = look(data / f"{bug.trace}.arrow", bug.kinds, known)
     reads, rows, others = max(reads, bug.reads), found.rows, unknown.rows
     first = rows[0] if rows else defaultdict(str, first_forward=-1, score=0.0, seen_by=[""])
@@ -193,7 +193,7 @@ def page(outcomes: list[Outcome]) -> str:
             "the patches in `tests/corpus/`; `make test` replays them. A bug has more than one right kind if what tells them "
             "apart is not recorded. The rules were written with these traces at hand, but for those that were held out: what "
             "was said of these at the first try, below, is what to expect of a bug that is not here. Known bugs are asked, too, "
-            f"which look like one: of each bug nine tenths of these, without itself ({FOLDS} parts)."
+            f"which look like one: of each bug four fifths of these, without itself ({FOLDS} parts)."
         ),
         "",
         f"- {len(outcomes)} bugs, {len(judged)} of them effective in what the adapter records, {sum(o.bug.held_out > 0 for o in judged)} of these held out",

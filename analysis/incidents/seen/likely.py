@@ -345,7 +345,8 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
         return Likely("table", ("req_to_token", "slot_mapping"))
     if cluster.finding("write_lost", "bad_values") is not None:
         return Likely("write", ("slot_mapping", "kv_write_lost", "kv_write_damaged"))
-    since = [fact for fact in cluster.history(sign) if fact.event > sign.writer_event]
+    came = by.event if by is not None and seen.filled in (Filled.COPY, Filled.LOAD) else sign.writer_event
+    since = [fact for fact in cluster.history(sign) if fact.event > came]
     wrote = [fact.request_id for fact in since if fact.what == "written"]
     if not wrote:
         return Likely("write", _BYTES)

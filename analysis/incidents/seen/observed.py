@@ -118,9 +118,12 @@ def came_to_another(cluster: Cluster) -> tuple[Sign, Fact] | None:
 
 
 def came_with_its_load(cluster: Cluster, sign: Sign) -> bool:
-    """Whether a slot's bytes are not those of its record since it was loaded: nobody had looked at it in between."""
+    """Whether a slot's bytes are not those of its record since it was loaded: nobody had looked at it in between.
+
+    Zeros are as a slot is cleared, and who loads has none to store.
+    """
     filled, change = cluster.filled(sign), cluster.last(sign, "changed")
-    return filled is not None and (change is None or change.via < filled.event)
+    return filled is not None and (change is None or (change.via < filled.event and not change.emptied))
 
 
 def skipped(cluster: Cluster, sign: Sign) -> bool:

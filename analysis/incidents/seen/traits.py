@@ -79,7 +79,8 @@ def _of_change(cluster: Cluster, sign: Sign) -> set[str]:
         return set()
     twin, _ = change.twin
     whose = "nobody's" if twin < 0 else "this pool's" if twin == cluster.group(sign) else "another pool's"
-    return {f"changed: to {whose}", f"changed: {'one slot' if change.together <= 1 else 'several slots'}"}
+    emptied = {"changed: to zeros"} if change.emptied else set()
+    return {f"changed: to {whose}", f"changed: {'one slot' if change.together <= 1 else 'several slots'}"} | emptied
 
 
 def _last_slot(cluster: Cluster, sign: Sign) -> bool:
