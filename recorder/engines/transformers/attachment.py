@@ -19,7 +19,7 @@ from ...writing.sampling import sampled_header
 from ...writing.trace_file import begin_new
 from ..common.attachment import EngineAttachment, not_recording, settings_here
 from ..common.hooking import Around, Finish, beside, harmless
-from .masks import MASKED
+from .layout import MASKED
 from .recording import TransformersRecording
 
 logger = logging.getLogger("kvcanary")

@@ -13,7 +13,6 @@ from ....kernels.arrays import BoolArray, Int64Array
 from ...capture.host_arrays import own_int64, ragged_index
 from .layout import TransformersGroup
 
-MASKED: Final = ("sdpa", "paged|sdpa", "paged|eager")  # kinds of attention that get a mask, or none and look at all
 _EAGER: Final = "paged|eager"
 _UNKNOWN: Final = -1
 
