@@ -33,7 +33,7 @@ HOOKED = [
 
 def hooked_methods() -> list[Any]:
     """The methods as they are now, the engine's own or the adapter's, and so the kinds of attention."""
-    kinds = [ALL_ATTENTION_FUNCTIONS.get(kind) for kind in MASKED]
+    kinds = [ALL_ATTENTION_FUNCTIONS[kind] for kind in MASKED if kind in ALL_ATTENTION_FUNCTIONS]
     return [*(owner.__dict__[name] for owner, name in HOOKED), *kinds]
 
 
