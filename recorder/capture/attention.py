@@ -1,7 +1,7 @@
 """What attention got in a forward: where it differs from what the forward reads and writes."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from .forward_event import attention_columns
 from .forward_input import AttentionInput, CopiedForward, TableRead, check_length, check_read, window_positions
-from .host_arrays import own_int64, read_blocks, read_runs, saturated
+from .host_arrays import own_int64, ragged_index, read_blocks, read_runs, saturated
 from .slot_numbers import SlotNumbers
 
 
@@ -68,7 +68,17 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
     for number, counts in given.prefix_counts.items():
         if header.groups[number].runner == forward.runner:
             check_length(f"AttentionInput.prefix_counts[{number}]", len(counts), bs, "one for each of req_pool_indices")
-            _add_window(forward, header.groups[number], number, own_int64(counts))
+            own, first = own_int64(counts), np.arange(bs, dtype=np.int64)
+            _add_window(forward, header.groups[number], number, RowCounts(first, forward.prefix_lens, own))
+            live = forward.rows != 0
+            forward.window_watched += bool(header.groups[number].window) and not (live & (own < 0)).any()
+    for number, counts in given.token_counts.items():
+        if header.groups[number].runner == forward.runner:
+            requests = np.repeat(np.arange(bs, dtype=np.int64), forward.new_lens)
+            name = f"AttentionInput.token_counts[{number}]"
+            check_length(name, len(counts), requests.size, "one for each new token")
+            positions = ragged_index(forward.prefix_lens, forward.new_lens)
+            _add_window(forward, header.groups[number], number, RowCounts(requests, positions, own_int64(counts)))
     if not given.slots:
         return
     check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
@@ -86,16 +96,24 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
         forward.attention_watched |= ATTENTION_SLOTS
 
 
-def _add_window(forward: CopiedForward, group: PoolGroup, number: int, counts: Int64Array) -> None:
-    """Add where requests look at more or less of their prefix than a group's window has, `counts` `[bs]` of it."""
-    live, prefix = forward.rows != 0, forward.prefix_lens
-    whole = np.minimum(prefix, group.window) if group.window else prefix
-    wrong = np.flatnonzero(live & (counts >= 0) & (counts != whole))
-    columns = np.full(wrong.size, number, np.int64), wrong, (prefix - counts)[wrong], counts[wrong]
+class RowCounts(NamedTuple):
+    """At how many positions before its own each of some tokens looks."""
+
+    requests: Int64Array  # [n] ascending, numbered in the forward
+    positions: Int64Array  # [n]
+    counts: Int64Array  # [n] negative where it was not observed
+
+
+def _add_window(forward: CopiedForward, group: PoolGroup, number: int, told: RowCounts) -> None:
+    """Add where tokens look at more or less before them than a group's window has, of each request the first such token."""
+    requests, positions, counts = told
+    whole = np.minimum(positions, group.window) if group.window else positions
+    wrong = np.flatnonzero((forward.rows[requests] != 0) & (counts >= 0) & (counts != whole))
+    wrong = wrong[np.unique(requests[wrong], return_index=True)[1]]
+    columns = np.full(wrong.size, number, np.int64), requests[wrong], (positions - counts)[wrong], counts[wrong]
     for name, values in zip(("group", "request", "start", "count"), columns, strict=True):
         before = forward.windows.get(f"window_{name}", values[:0])
         forward.windows[f"window_{name}"] = np.concatenate((before, values))
-    forward.window_watched += bool(group.window) and not (live & (counts < 0)).any()
 
 
 def _differing(forward: CopiedForward, group: PoolGroup, number: int, read: RowRuns) -> Iterator[RowRuns]:

@@ -90,12 +90,15 @@ class AttentionInput:
             `ForwardInput.reads` and `extend_lens` have it, are passed over.
         prefix_counts: by group, at how many positions of its prefix each request's first token of this forward was seen to
             look, `[bs]`; negative where it was not observed. Of an engine whose `reads` do not say it.
+        token_counts: by group, at how many positions before its own each token of this forward was seen to look, `[T]`;
+            negative where it was not observed. Of an engine whose `reads` say the same of the first tokens alone.
     """
 
     seq_lens: Any | None = None
     query_lens: Any | None = None
     slots: tuple[TableRead | None, ...] = ()
     prefix_counts: Mapping[int, Any] = field(default_factory=dict)
+    token_counts: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,11 @@ class WrongWindow(HistoryCheck):
         forward = view.forward
         for group, request, start, count in () if forward.windows is None else forward.windows.tolist():
             window, prefix = self.history.header.groups[group].window, int(forward.prefix_lens[request])
+            end = max(start + count, prefix)  # beyond the prefix: of a later token of the forward, what lies before it
             positions = f"positions {start} to {start + count - 1}" if count else "nothing"
-            detail = f"reads {positions} of a prefix of {prefix}, "
-            begins = f"the window of {window} begins at {max(prefix - window, 0)}"
+            detail = f"reads {positions} of "
+            detail += f"what is before its token at position {end}, " if end > prefix else f"a prefix of {prefix}, "
+            begins = f"the window of {window} begins at {max(end - window, 0)}"
             detail += begins if window else "all of which is to be read"
             yield self.of_request(forward, request, detail, group=group, position=start)
 

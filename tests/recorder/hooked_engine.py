@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvcanary.recorder.engines.transformers import TransformersAttachment
+from kvcanary.recorder.engines.transformers.layout import MASKED
 from kvcanary.recorder.trace.reader import read_trace
 from transformers.generation.continuous_batching import cache, continuous_api, offloading_manager, scheduler
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..support.engines.documented_engine import judged
 
@@ -30,8 +32,9 @@ HOOKED = [
 
 
 def hooked_methods() -> list[Any]:
-    """The methods as they are now, the engine's own or the adapter's."""
-    return [owner.__dict__[name] for owner, name in HOOKED]
+    """The methods as they are now, the engine's own or the adapter's, and so the kinds of attention."""
+    kinds = [ALL_ATTENTION_FUNCTIONS[kind] for kind in MASKED if kind in ALL_ATTENTION_FUNCTIONS]
+    return [*(owner.__dict__[name] for owner, name in HOOKED), *kinds]
 
 
 @contextmanager

@@ -251,3 +251,17 @@ def test_how_far_back_a_window_is_seen_to_look_is_held_against_it(tmp_path: Path
     assert found("healthy", [2, 2, 9]) == (1, [[], [], [], []])
     assert found("more and less", [3, 0, 0]) == (1, [[1, 1], [0, 1], [2, 3], [3, 0]])
     assert found("not known of one", [5, -1, 2]) == (0, [[1], [0], [0], [5]])
+
+
+def test_of_tokens_behind_the_first_too_it_is_seen_how_far_back_they_look(tmp_path: Path) -> None:
+    """Of a window of 2, a token at position 5, and of another request those at 3 and 4; of each the first wrong one is told."""
+
+    def found(name: str, counts: list[int]) -> list[list[int]]:
+        forward = _two_requests(luts=(np.arange(32),))
+        event = _recorded(tmp_path / name, forward, AttentionInput(token_counts={1: counts}), header=SWA)
+        return [event.ints(f"window_{part}").tolist() for part in ("group", "request", "start", "count")]
+
+    assert found("healthy", [2, 2, 2]) == [[], [], [], []]
+    assert found("one behind the first", [2, 2, 4]) == [[1], [1], [0], [4]]
+    assert found("the first of two", [-1, 1, 3]) == [[1], [1], [2], [1]]
+    assert found("nothing", [0, -1, 2]) == [[1], [0], [5], [0]]

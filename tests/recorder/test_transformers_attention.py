@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kvcanary.recorder.engines.transformers import attach
 from kvcanary.recorder.engines.transformers.returned import _found
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.cache_allocators.full_attention import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.sliding_attention import (
     SlidingAttentionCacheAllocator,
@@ -119,6 +121,83 @@ def _break_in_step(monkeypatch: pytest.MonkeyPatch, at: int, damage: Any) -> lis
     steps = [0]
     monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", prepare)
     return done
+
+
+def _masked(monkeypatch: pytest.MonkeyPatch, kind: str, damage: Any) -> None:
+    """Have `damage(block)` called with a later chunk's part of each mask of layers of a kind, `[queries, keys]`."""
+    build = input_outputs.build_attention_mask
+
+    def damaged(
+        attention_mask: Any, cumulative_seqlens_q: Any, cumulative_seqlens_k: Any, sliding_window: int = 1
+    ) -> None:
+        build(attention_mask, cumulative_seqlens_q, cumulative_seqlens_k, sliding_window)
+        for row in range(len(cumulative_seqlens_q) - 1):
+            (q0, q1), (k0, k1) = cumulative_seqlens_q[row : row + 2], cumulative_seqlens_k[row : row + 2]
+            if 1 < q1 - q0 < k1 - k0 and (sliding_window > 1) == (kind == "swa"):
+                damage(attention_mask[0, 0, q0:q1, k0:k1])
+
+    monkeypatch.setattr(input_outputs, "build_attention_mask", damaged)
+
+
+def _forgets_the_window(block: Any) -> None:
+    block.fill_(torch.finfo(block.dtype).min)
+    block.triu_(block.shape[1] - block.shape[0] + 1)
+
+
+def _begins_too_late(block: Any) -> None:
+    block[:, 0] = torch.finfo(block.dtype).min
+
+
+def _shows_what_comes(block: Any) -> None:
+    block[0, -1] = 0
+
+
+def _leaves_one_out(block: Any) -> None:
+    block[-1, -2] = torch.finfo(block.dtype).min
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "found"),
+    [
+        ("swa", _forgets_the_window, "wrong_window"),
+        ("swa", _begins_too_late, "wrong_window"),
+        ("full", _begins_too_late, "wrong_window"),
+        ("full", _shows_what_comes, "attention_lens"),
+        ("full", _leaves_one_out, "attention_lens"),
+        ("swa", _leaves_one_out, "attention_lens"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, damage: Any, found: str
+) -> None:
+    _masked(monkeypatch, kind, damage)
+    with attach(tmp_path / "t.arrow"):
+        generate(model("gemma3_hybrid"), [list(range(20, 95))], max_new_tokens=3, max_batch_tokens=20)
+    assert judged(tmp_path / "t.arrow").findings_by_kind.keys() == {found}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_of_both_kinds_of_attention_are_looked_at_as_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """A layer gets the mask of others, and all that the engine has made for the step is right."""
+    engine = model("gemma3_hybrid")
+    engine.set_attn_implementation(attention)
+    attend = type(engine.model.layers[2].self_attn).forward
+
+    def other(own: Any, *args: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        if own.layer_idx == 3 and attention_mask is not None:
+            attention_mask = torch.zeros_like(attention_mask)
+        return attend(own, *args, attention_mask=attention_mask, **kwargs)
+
+    for wrong in (False, True):
+        path = tmp_path / f"{wrong}.arrow"
+        if wrong:
+            monkeypatch.setattr(type(engine.model.layers[2].self_attn), "forward", other)
+        with attach(path):
+            generate(engine, [list(range(20, 95)), [5, 6, 7]], max_new_tokens=3, max_batch_tokens=20)
+        kinds = judged(path).findings_by_kind.keys()
+        assert bool(kinds & {"wrong_window", "attention_lens"}) == wrong
 
 
 @pytest.mark.parametrize("extra", [-1, 1])

@@ -19,6 +19,7 @@ from ...writing.sampling import sampled_header
 from ...writing.trace_file import begin_new
 from ..common.attachment import EngineAttachment, not_recording, settings_here
 from ..common.hooking import Around, Finish, beside, harmless
+from .layout import MASKED
 from .recording import TransformersRecording
 
 logger = logging.getLogger("kvcanary")
@@ -51,6 +52,7 @@ class TransformersAttachment(EngineAttachment):
         # By the engine's objects that hooks meet: processor, cache, allocators, offloading manager, scheduler.
         self._recordings: weakref.WeakKeyDictionary[Any, TransformersRecording | None] = weakref.WeakKeyDictionary()
         self._patches: list[tuple[type, str, Any, Any]] = []
+        self._kinds: list[tuple[Any, str, Any, Any]] = []  # of attention, as `_patches`
 
     @property
     def recorder(self) -> Recorder | None:
@@ -90,6 +92,32 @@ class TransformersAttachment(EngineAttachment):
                 self._patches.append((owner, name, original, wrapper))
                 setattr(owner, name, wrapper)
 
+    def watch_attention(self, functions: Any) -> None:
+        """Put a hook around the kinds of attention that get a mask, of those that models look up in `functions` as they run."""
+        for kind in MASKED:
+            if kind in functions:
+                own = vars(functions).get("_local_mapping", {}).get(kind)
+                wrapper = self._watched(functions, kind, own)
+                self._kinds.append((functions, kind, own, wrapper))
+                functions[kind] = wrapper
+
+    def _watched(self, functions: Any, kind: str, own: Any) -> Any:
+        import torch
+
+        def on_attention(*args: Any, **kwargs: Any) -> None:
+            recording = self._recordings.get(kwargs["cache"])
+            if recording is not None:
+                recording.on_attention(kind, *args, **kwargs)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            original = own or type(functions)._global_mapping[kind]  # somebody may have put another one there since
+            cache = kwargs.get("cache")
+            if cache is None or not self._active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return harmless(on_attention, functools.partial(self._fault, cache))(original, *args, **kwargs)
+
+        return wrapper
+
     def detach(self) -> None:
         """Put the engine's functions back and close the traces; a second call does nothing."""
         with TransformersAttachment._lock:
@@ -102,6 +130,14 @@ class TransformersAttachment(EngineAttachment):
                     setattr(owner, name, original)
                 else:  # wrapped by someone else since; our wrapper stays below and passes through
                     logger.warning("kvcanary: %s.%s was wrapped again and cannot be put back", owner.__name__, name)
+            for functions, kind, own, wrapper in reversed(self._kinds):
+                if functions[kind] is not wrapper:
+                    logger.warning("kvcanary: attention %s was wrapped again and cannot be put back", kind)
+                elif own is None:
+                    del functions[kind]
+                else:
+                    functions[kind] = own
+            self._kinds.clear()
         self.close()
         self._recordings.clear()
 
@@ -327,6 +363,7 @@ def attach(
         scheduler,
     )
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     prepare_kernels()  # now, not at the engine's first step
     options: dict[str, Any] = {"layers": layers, "capture_bytes": capture_bytes, "kv_watch_every": kv_watch_every}
@@ -353,4 +390,5 @@ def attach(
             (scheduler.Scheduler, "clear_cancelled_requests", "because cancel"),
         ]
     )
+    attachment.watch_attention(ALL_ATTENTION_FUNCTIONS)
     return attachment

@@ -9,7 +9,7 @@ slot 0 is free for padding, and the write-trash row maps to it.
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ...trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, PoolGro
 logger = logging.getLogger("kvcanary")
 
 ALIGN_BYTES = 16
+MASKED: Final = ("sdpa", "paged|sdpa", "paged|eager")  # kinds of attention that get a mask, or none and look at all
 
 
 class TransformersGroup:
@@ -172,6 +173,10 @@ def describe_engine(
                 host_num_slots=offloading._num_cpu_sectors * allocator.blocks_per_sector * layout.page_size,
             )
         )
+    kind = str(getattr(config, "_attn_implementation", ""))
+    if kind not in MASKED or cache.device.type != "cpu":
+        reason = f"{kind} gets a window in its place" if kind not in MASKED else "they are read on the host alone"
+        not_watched.append(NotWatched(what="other", name="the masks of attention", reason=reason))
     rows = 2 * int(step_tensors(processor).max_requests_per_batch) + 1
     width = int(cache.max_tokens_read)
     if all(layout.ring_size for layout in layouts):  # a ring holds requests of any length

@@ -30,6 +30,7 @@ from .layout import (
     table_read,
     written_slots,
 )
+from .masks import Masks
 from .returned import ReturnedRows
 from .weights import Weights
 
@@ -106,6 +107,8 @@ class TransformersRecording:
         }
         looks = submitted and not processor.use_async_batching
         self._returned = ReturnedRows(self._layouts if looks else (), header, sources)
+        self._masks = Masks(self._layouts)
+        self._lens = AttentionInput()  # of the step, by its `cu_seq_lens`
         self._indexed: tuple[TableRead | None, ...] = ()  # of each group, what the step's indices have attention read
         self._reason = "finish"  # of blocks that are freed now
         begin = recorder_class(inject)
@@ -189,6 +192,8 @@ class TransformersRecording:
             indexed_read(layout, io, its, prefix.size) for layout, its in zip(self._layouts, rows, strict=True)
         )
         self._returned.begin(rows, written)
+        self._masks.begin(io, prefix, extend)
+        self._lens = attention_lens(self._layouts, io, prefix, extend)
         self.recorder.before_forward(
             ForwardInput(
                 mode=mode_by_lens(extend, prefix, prompt_lens),
@@ -201,7 +206,7 @@ class TransformersRecording:
                 out_cache_loc=written,
                 reads=tuple(table_read(layout, io, prefix, extend) for layout in self._layouts),
                 truth=truth_tokens(truth),
-                attention=attention_lens(self._layouts, io, prefix, extend),
+                attention=self._lens,
             )
         )
 
@@ -225,7 +230,11 @@ class TransformersRecording:
         }
         self._submitted.clear()
         slots = tuple(self._returned.seen(group, indexed) for group, indexed in enumerate(self._indexed))
-        self.recorder.attention(AttentionInput(slots=slots))
+        seen = AttentionInput(slots=slots, token_counts=self._masks.counts)
+        if self._masks.off.any():  # a token sees other keys than its request has for it, beside those before a window
+            lens = np.maximum(own_int64(self._lens.seq_lens) + self._masks.off, 0)
+            seen = dataclasses.replace(seen, seq_lens=lens, query_lens=self._lens.query_lens)
+        self.recorder.attention(seen)
         if error is not None:
             self.recorder.after_forward(note=f"the model raised {self.recorder.error_text(error)}", failed=True)
             self._copies.after_forward()
@@ -265,6 +274,13 @@ class TransformersRecording:
             if sampled is not None:
                 self._submitted.setdefault(sampled, {})[layer_idx] = rows
         return self._returned.on_update(layer_idx, (key_states, value_states))
+
+    def on_attention(
+        self, kind: str, module: Any, _query: Any, _key: Any, _value: Any, attention_mask: Any, *_: Any, **kwargs: Any
+    ) -> None:
+        """See what a layer's attention is let look at in the step that runs."""
+        if self.in_step:
+            self._masks.on_attention(kind, module, attention_mask, kwargs.get("is_causal"))
 
     def _known(self, state: Any, parent: TransformersRequest | None = None, name: str = "") -> TransformersRequest:
         request, new = self._requests.see(name or state.request_id)

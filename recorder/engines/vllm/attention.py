@@ -1,6 +1,6 @@
 """What attention gets in a step, by the metadata of vLLM's layers: lengths, and the slots that a block table names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -118,6 +118,11 @@ def chosen_attention(given: AttentionInput, chosen: Int64Array) -> AttentionInpu
     slots = tuple(None if read is None else chosen_reads(read, chosen) for read in given.slots)
     seq_lens, query_lens = (own_int64(lens)[chosen] for lens in (given.seq_lens, given.query_lens))
     return AttentionInput(seq_lens=seq_lens, query_lens=query_lens, slots=slots)
+
+
+def chosen_counts(counts: Mapping[int, Int64Array], chosen: Int64Array) -> AttentionInput:
+    """Return at how much of their prefixes, by group `[bs]`, some requests `[n]` of a step look."""
+    return AttentionInput(prefix_counts={group: mine[chosen] for group, mine in counts.items()})
 
 
 def chosen_reads(read: TableRead, chosen: Int64Array) -> TableRead:

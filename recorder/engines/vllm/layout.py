@@ -6,6 +6,7 @@ Block 0 is the null block: nobody's, and never written.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,10 @@ KINDS: Final = {
     "SlidingWindowMLASpec": SWA,
 }
 
+CPU_ATTENTION: Final = "CPUAttentionBackendImpl"
+CPU_OPS: Final = "vllm._custom_ops"
+CPU_KERNEL: Final = "cpu_attention_with_kv_cache"
+WINDOW_ARGUMENTS: Final = ("sliding_window", "block_table", "seq_lens")  # of it, that say how far back a group looks
 DRAFT_RUNNER: Final = 1
 PAGES_ELSEWHERE: Final = 4  # times the pool's, of a connector that does not say how much it can hold
 # Drafters each of whose forwards is a call of their model, and by how much the tokens that they are fed are ahead.
@@ -48,8 +53,8 @@ class VllmGroup:
     """One KV-cache group that is recorded: `index` in the trace, `gid` in vLLM, tokens of a block, blocks of the pool.
 
     `window` is the number of cached positions that a forward reads by the cache's spec, 0 for all of them, `kernel_window` by
-    what its layers' attention was made with, None if that is not known; `host_num_slots` stand for what a known connector
-    keeps elsewhere.
+    what its layers' attention was made with, None if that is not known; `window_at_call` if each step shows what it is called
+    with; `host_num_slots` stand for what a known connector keeps elsewhere.
     """
 
     index: int
@@ -62,6 +67,7 @@ class VllmGroup:
     layers: tuple[str, ...]
     spec: Any
     kernel_window: int | None = None
+    window_at_call: bool = False
     host_num_slots: int = 0
 
     @property
@@ -174,6 +180,7 @@ class VllmLayout:
             layers=layers,
             spec=first,
             kernel_window=_kernel_window(self._attention, layers),
+            window_at_call=_calls_show_windows(self._attention, layers, first if kind == FULL else None),
         )
         if target.kernel_window not in (None, window):
             self.notes.append(
@@ -183,16 +190,39 @@ class VllmLayout:
             self.groups.append(target)
         drafts = tuple(name for name in group.layer_names if name in self._drafts)
         kernels = _kernel_window(self._attention, drafts)
-        return replace(target, name="draft", layers=drafts, kernel_window=kernels) if drafts else None
+        if not drafts:
+            return None
+        return replace(target, name="draft", layers=drafts, kernel_window=kernels, window_at_call=False)
 
 
 def _kernel_window(attention: Mapping[str, Any], layers: Sequence[str]) -> int | None:
     """Return how many cached positions the kernels of layers read, 0 for all; None if they differ or do not say it."""
     found = {getattr(getattr(attention.get(name), "impl", None), "sliding_window", None) for name in layers}
-    given = found.pop() if len(found) == 1 else None
+    return looks_back(found.pop()) if len(found) == 1 else None
+
+
+def looks_back(given: Any) -> int | None:
+    """Return how many positions before its own a token sees by what a kernel gets as its window, 0 for all; None if it says nothing."""
     if isinstance(given, tuple):  # how far a query sees to its left, and to its right
         return max(int(given[0]), 0)
     return max(int(given) - 1, 0) if isinstance(given, int) else None
+
+
+def kernel_places(*names: str) -> dict[str, int]:
+    """Return the places of arguments of the CPU's kernel, nothing if it has not all of them, or there is none."""
+    kernel = getattr(sys.modules.get(CPU_OPS), CPU_KERNEL, None)
+    places = {name: at for at, name in enumerate(inspect.signature(kernel).parameters)} if callable(kernel) else {}
+    return {name: places[name] for name in names} if places.keys() >= {*names} else {}
+
+
+def _calls_show_windows(attention: Mapping[str, Any], layers: Sequence[str], full: Any) -> bool:
+    """Say whether the windows that layers' kernels are called with can be held against their group's, `full` its spec if that has none.
+
+    A cache that keeps all of layers with a window has none of its own.
+    """
+    impls = {type(getattr(attention.get(name), "impl", None)).__name__ for name in layers}
+    known = impls == {CPU_ATTENTION} and _kernel_window(attention, layers) is not None
+    return known and getattr(full, "sliding_window", None) is None and bool(kernel_places(*WINDOW_ARGUMENTS))
 
 
 def draft_layers(runner: Any) -> frozenset[str]:

@@ -44,6 +44,11 @@ def not_watched(
         if not all(layout.kv.compares(group.index) for group in groups):
             reason = "what layers hand to the cache is not read, or stored as other values"
             entries.append(NotWatched(what="submitted", name=name, reason=reason))
+    unseen = [group.name for group in layout.groups if group.window and not group.window_at_call]
+    if unseen:
+        reason = "only what its layers are made with is known"
+        name = f"the window that kernels are called with in group {', '.join(unseen)}"
+        entries.append(NotWatched(what="other", name=name, reason=reason))
     for group, backend in attention.not_read:
         reason = f"the metadata of {backend} are not known"
         entries.append(NotWatched(what="other", name=f"what attention gets in group {group}", reason=reason))

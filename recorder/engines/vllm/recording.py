@@ -21,7 +21,7 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true
 from ..common.injecting import recorder_class
 from ..common.sampled import without_samples
-from .attention import AttentionReader, chosen_attention, same_attention
+from .attention import AttentionReader, chosen_attention, chosen_counts, same_attention
 from .blocks import BlockHistory, record_copies
 from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of
@@ -35,6 +35,7 @@ from .not_watched import not_watched, why_no_slots
 from .results import StepResults, is_read
 from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of, tokens_of
 from .submitted import Submitted, of_tokens
+from .windows import WindowCalls
 
 logger = logging.getLogger("kvcanary")
 
@@ -61,6 +62,7 @@ class VllmRecording:
         if storages:
             layout.keeps_elsewhere(*(storage.num_pages for storage in storages))
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
+        self.windows = WindowCalls(layout.groups)
         layout.not_watched += not_watched(runner, layout, self.attention, members)
         no_history = why_no_slots(layout, scheduler, settings)
         if no_history:
@@ -134,6 +136,7 @@ class VllmRecording:
         self._history_fault: OnFault = history_fault
         self.layout.kv.attach(on_fault)
         self.layout.states.attach(self.recorder, on_fault)
+        self.windows.attach(on_fault)
         if self.history is not None:
             self.history.attach(lambda hook: while_true(lambda: self.history is not None, hook), history_fault)
         self.external.attach(on_fault)
@@ -317,6 +320,7 @@ class VllmRecording:
             known.fresh = False
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]
         self._open = True
+        self.windows.begin(step)
         self._begin(forwards[0], step.attention)
 
     def _begin(self, forward: StepForward, attention: Sequence[AttentionInput]) -> None:
@@ -372,10 +376,14 @@ class VllmRecording:
         given: Submitted = {}
         if error is None and step is not None:
             given = self.layout.kv.take_submitted(dict(enumerate(step.written)))
-        self._end(step, self._first, given, note, error)
-        for forward in self._later:
-            self._begin(forward, attention)
-            self._end(step, forward[2], given, note, error)
+        counts = {} if step is None else self.windows.counts(step.prefix)
+        self.windows.begin(None)
+        for forward, chosen in ((None, self._first), *((forward, forward[2]) for forward in self._later)):
+            if forward is not None:
+                self._begin(forward, attention)
+            if counts:
+                self.recorder.attention(chosen_counts(counts, chosen))
+            self._end(step, chosen, given, note, error)
         self._now, self._later = None, []
         if self.layout.draft is None:
             self._filled()

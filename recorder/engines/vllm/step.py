@@ -243,24 +243,26 @@ def table_read(table: Any, block_size: int, group: VllmGroup, prefix: Int64Array
 
     A sliding window's read begins with the position before the window, the chain's predecessor. The engine does not
     read that one: if its block may have been given away already, slot 0 says that nothing is known of it. Of a window
-    that is not its group's what the kernels read is all there is. `table` is `[>= bs, blocks]`; its blocks of `block_size`
+    that is not its group's what the kernels read is all there is; if their calls show it, these say it. `table` is `[>= bs, blocks]`; its blocks of `block_size`
     tokens may be parts of those that the engine allocates.
     """
     window, kernels = group.window, group.kernel_window
     if not window:
         told = getattr(group.spec, "sliding_window", None)  # by a cache that keeps all all the same
-        return replace(paged_read(table, block_size, prefix), last=kernels or 0 if told is None else 0)
+        last = 0 if told is not None or group.window_at_call else kernels or 0
+        return replace(paged_read(table, block_size, prefix), last=last)
     if kernels is not None and kernels != window:
         before = int(kernels > window)  # of a longer one the predecessor, too
         first = np.maximum(prefix - kernels - before, 0) if kernels else None
-        return paged_read(table, block_size, prefix, starts=first)
+        read = paged_read(table, block_size, prefix, starts=first)
+        return replace(read, window_observed=not group.window_at_call)
     read = paged_read(table, block_size, prefix, starts=np.maximum(prefix - window - 1, 0))
     sliding = np.flatnonzero(prefix > window)
     at = (np.cumsum(read.counts) - read.counts)[sliding]
     before = read.slots[at]
     gone = ((prefix[sliding] - window) % group.block_size == 0) | ((before >= 0) & (before < block_size))
     read.slots[at[gone]] = 0
-    return replace(read, window_observed=kernels is not None)
+    return replace(read, window_observed=kernels is not None and not group.window_at_call)
 
 
 def levels(step: Step, reads: Sequence[TableRead], fresh: Any) -> Int64Array:
