@@ -22,7 +22,8 @@ HANDED_IN: Final = "handed in"
 class Fact:
     """One thing that happened to a slot.
 
-    `what` is alloc, shared, cached, let_go (the cache has it alone now), free, evict, written, padded (by a padding token),
+    `what` is alloc, shared, cached, let_go (the cache has it alone now), nobodys (of whom
+    nobody knows, and not free), free, evict, written, padded (by a padding token),
     copied (into it, in the pool),
     loaded (from the host), not_loaded (though it was to be, as its bytes are what they were before), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent,
     receiving, received, receive_failed, or changed (its bytes, without a write).

@@ -24,7 +24,7 @@ from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens,
 from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
-from ...recorder.trace.schema import LET_GO, RECEIVE, TIER_POOL
+from ...recorder.trace.schema import LET_GO, NOBODYS, RECEIVE, TIER_POOL
 from .facts import HANDED_IN, MAX_PLACES, NOBODY, Begin, Fact, Facts, Rewrite, SlotFacts, Status
 from .places import FINDING, Places
 
@@ -241,7 +241,8 @@ class _Gathering(StateListener):
     def _known(self, event: KnownEvent | None, status: str) -> None:
         if isinstance(event, SlotEvent):
             # The recorded status: an old trace's note says that slots were shared which were given out anew.
-            what = event.kind if event.kind != "alloc" else "let_go" if event.note == LET_GO else status or "alloc"
+            said = {LET_GO: "let_go", NOBODYS: "nobodys"}.get(event.note, status or "alloc")
+            what = said if event.kind == "alloc" else event.kind
             self._note(event.parts, what, event.request_id)
         elif isinstance(event, TransferEvent):
             what = "sent"
