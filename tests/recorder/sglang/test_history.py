@@ -137,7 +137,7 @@ def test_what_is_neither_free_nor_cached_in_an_idle_engine_is_nobodys(page_size:
     told = Told()
     allocator, kept = history(page_size, told)
     slots = allocator.alloc(16)
-    write(kept, slots[:12].tolist(), [1], [12], [77])
+    write(kept, slots[:12].tolist(), [12], [1], [77])
     allocator.free(slots[:4])
     told.calls.clear()
     kept.nobodys(slots[4:8])
