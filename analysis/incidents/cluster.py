@@ -209,6 +209,11 @@ class Cluster:
         """Return what filled a sign's slot last, before its event."""
         return self.last(sign, "written", "copied", "loaded", "received", "receive_failed", before=sign.event)
 
+    def not_loaded(self, sign: Sign) -> Fact | None:
+        """Return the load of a sign's slot that has changed none of its bytes, if nothing has filled it since."""
+        last = self.last(sign, "not_loaded", "written", "copied", "loaded", "received", before=sign.event)
+        return last if last is not None and last.what == "not_loaded" else None
+
     def was_given(self, sign: Sign) -> bool:
         """Whether a sign's request was ever given or joined its slot."""
         return any(f.request_id == sign.request_id and f.what in ("alloc", "shared") for f in self.history(sign))

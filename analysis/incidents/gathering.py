@@ -24,7 +24,7 @@ from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens,
 from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
-from ...recorder.trace.schema import LET_GO, RECEIVE, TIER_POOL
+from ...recorder.trace.schema import LET_GO, NOBODYS, RECEIVE, TIER_POOL
 from .facts import HANDED_IN, MAX_PLACES, NOBODY, Begin, Fact, Facts, Rewrite, SlotFacts, Status
 from .places import FINDING, Places
 
@@ -202,6 +202,7 @@ class _Gathering(StateListener):
                 there, here = (view.ints(f"copy_{end}_hash") for end in ("src", "dst"))
                 if len(there) and there.all() and np.array_equal(there, here):
                     self.facts.landed.add(view.number)
+                self._note_not_loaded(view)
             if view.kind in ("forward", "sweep", "transfer") and len(view.ints("kv_change_slot")):
                 for group, slot, fact in self._bytes.changes(view, self._slots):
                     self._add(group, slot, fact)
@@ -241,7 +242,8 @@ class _Gathering(StateListener):
     def _known(self, event: KnownEvent | None, status: str) -> None:
         if isinstance(event, SlotEvent):
             # The recorded status: an old trace's note says that slots were shared which were given out anew.
-            what = event.kind if event.kind != "alloc" else "let_go" if event.note == LET_GO else status or "alloc"
+            said = {LET_GO: "let_go", NOBODYS: "nobodys"}.get(event.note, status or "alloc")
+            what = said if event.kind == "alloc" else event.kind
             self._note(event.parts, what, event.request_id)
         elif isinstance(event, TransferEvent):
             what = "sent"
@@ -279,6 +281,20 @@ class _Gathering(StateListener):
         self.facts.shares_told |= what == "shared"
         for part in parts:
             self._note_slots(part.group, part.slots, what, request_id)
+
+    def _note_not_loaded(self, view: EventView) -> None:
+        """Note the pages that were to be loaded from where nobody knows what lies, and hold what they held before."""
+        names = ("group", "src_tier", "dst_tier", "dst", "count", "src_hash", "dst_hash", "before_hash")
+        columns = [view.ints(f"copy_{name}") for name in names]
+        if len({len(column) for column in columns}) > 1:  # nobody looked at its ends
+            return
+        group, src_tier, dst_tier, dst, count, there, here, before = columns
+        to_pool = (src_tier != TIER_POOL) & (dst_tier == TIER_POOL) & (count == 0)
+        for i in np.flatnonzero(to_pool & (here != 0) & (here == before) & (here != there)).tolist():
+            index, first = int(group[i]), int(dst[i])
+            if 0 <= index < len(self._slots) and first > 0:
+                last = min(first + max(1, self._header.groups[index].page_size), len(self._slots[index]))
+                self._note_slots(index, np.arange(first, last), "not_loaded", int(view.scalar("request_id")))
 
     def _note_slots(self, group: int, slots: Int64Array, what: str, request_id: int = NOBODY) -> None:
         for slot in slots[self._slots[group][slots]].tolist():

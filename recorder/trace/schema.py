@@ -200,6 +200,8 @@ SUBMITTED: Final = "submitted"  # the origin of a stream's bytes: what the model
 LET_GO: Final = "let go"
 # The note of slots of the prefix cache that a request has let go of, and of which the engine counts a user whom nobody knows.
 STILL_USED: Final = "still used"
+# The note of slots that somebody was given, nobody knows who: no request is left and no cache has them, and they are not free.
+NOBODYS: Final = "nobody's"
 
 # What a header may promise of the history of slots: nothing; that everything is recorded which an allocator gives out and
 # takes back, but not who shares it and what the prefix cache holds; or that every alloc, free, evict, hand-over to the prefix

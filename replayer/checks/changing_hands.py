@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from ...kernels.replay_pass.ledger import ALLOC, CACHED, FREE, HELD, LEFT, OWNER, SHARED, STATE
+import numpy as np
+
+from ...kernels.replay_pass.ledger import ALLOC, CACHED, FREE, HELD, LEFT, OWNER, SHARED, STATE, UNKNOWN
 from ...recorder.state.events import SlotEvent, StatusEvent, TransferEvent
 from ...recorder.trace.reader import EventView
-from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED, SEND, STILL_USED
+from ...recorder.trace.schema import ALLOC_CACHED, ALLOC_SHARED, NOBODYS, SEND, STILL_USED
 from ..report.findings import Cause, Finding
 from .check import Covered, HistoryCheck, SlotEventCheck, changed_hands, held_by, parties, register
 from .history import ForwardView, NamedSlots
@@ -50,7 +52,7 @@ class SlotDoubleAllocated(SlotEventCheck):
     needs = "allocator"
 
     def _part(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
-        if event.status:
+        if event.status or event.note == NOBODYS:
             return
         for _, slots, row in parties(part, part.column(STATE) >= HELD, part.column(OWNER)):
             detail = f"is given out while {self.holder(row)} holds it"
@@ -136,17 +138,21 @@ class SlotLeaked(HistoryCheck):
 
     What it held was to be given back, or handed to the prefix cache, before it left; and a slot that a forward took out of
     its row before the request's next forward. What is the prefix cache's leaks where the engine
-    counts a user of it whom nobody knows.
+    counts a user of it whom nobody knows; and if no request is left, what is neither free nor the cache's. That is all that is
+    judged if only what the allocator does is recorded.
     """
 
     kind = "slot_leaked"
     finds = "a request is gone, or its row has moved on, and still holds a slot"
     covered = Covered.COMPILED
     events = frozenset({"alloc", "status"})
-    needs = "complete"
+    needs = "allocator"
 
     def event(self, view: EventView) -> Iterator[Finding]:
         event = self.history.known
+        if isinstance(event, SlotEvent) and event.note == NOBODYS:
+            for part in self.history.named:  # what is unknown has leaked before
+                yield from self._of_nobody(event, part)
         if isinstance(event, SlotEvent) and event.note == STILL_USED:
             name = self.history.request_table.name(event.request_id)
             detail = f"request {name} let go of it, and it has a user whom nobody knows"
@@ -154,13 +160,15 @@ class SlotLeaked(HistoryCheck):
                 if len(part.slots):
                     given = changed_hands(part.row(0))
                     yield self.of_slots(event, part.group, part.slots, detail, events=given, cause=Cause("still_used"))
-        if isinstance(event, StatusEvent) and event.status != "admitted":
+        if self.history.complete and isinstance(event, StatusEvent) and event.status != "admitted":
             name = self.history.request_table.name(event.request_id)
             detail = f"request {name} is {event.status} and still holds it"
             yield from self._held(event, detail, Cause("request_left"))
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         history, forward = self.history, view.forward
+        if not history.complete:
+            return
         for r, one in history.dropped.still_held(forward, history.ledger):
             yield self.of_request(
                 forward,
@@ -176,7 +184,18 @@ class SlotLeaked(HistoryCheck):
             tokens = history.tokens(view)
             history.dropped.note(forward, tokens, group.pool, group.written, view.tables, history.ledger)
 
+    def _of_nobody(self, event: SlotEvent, part: NamedSlots) -> Iterator[Finding]:
+        state, owner = part.column(STATE), part.column(OWNER)
+        for _, slots, row in parties(
+            part, (state != UNKNOWN) | (not self.history.complete), np.where(state == HELD, owner, -1)
+        ):
+            had = f": it was {self.holder(row)}'s" if row[STATE] == HELD else ""
+            detail = f"no request is left, no cache has it, and it is not free{had}"
+            yield self.of_slots(event, part.group, slots, detail, events=changed_hands(row), cause=Cause("nobodys"))
+
     def finish(self) -> Iterator[Finding]:
+        if not self.history.complete:
+            return
         ended, names = self.history.ended, self.history.request_table
         for request_id in sorted(set(self.history.ledger.held_by) & set(ended)):
             gone = StatusEvent(event=ended[request_id], time_ns=0, status="gone", request_id=request_id, row=-1)

@@ -56,7 +56,8 @@ class CopyDiffers(HistoryCheck):
     """What lies at one end of a copy is not what lay at the other, by hashes of all layers' bytes.
 
     Judged are stores (slots against storage), what the storage holds at the load (against what was stored there), and loads
-    (storage against slots); an end that was not read is judged by nothing.
+    (storage against slots); an end that was not read is judged by nothing. A load also lies whose page is as it was, if nothing has ever
+    been there.
     """
 
     kind = "copy_differs"
@@ -236,6 +237,8 @@ class CopyDiffers(HistoryCheck):
                     add("loaded_another", slot, since=stored_at(came))
                 else:
                     add("loaded_wrong", slot)
+            elif came and came == before[i] and not lay and self._never_filled(group, slot):
+                add("nothing_landed", slot)
         # If others of the load got other pages of the storage, these have got theirs, too.
         another = any(cause == "loaded_another" for cause, *_ in found)
         for slot, came, other in either:
@@ -246,6 +249,11 @@ class CopyDiffers(HistoryCheck):
         for (cause, said, since), slots in found.items():
             events = [since] if since >= 0 else []
             yield self.of_slots(event, group, np.array(slots), said, events=events, cause=Cause(cause))
+
+    def _never_filled(self, group: int, slot: int) -> bool:
+        """Say whether nothing is known to have filled a page since the engine started."""
+        rows, page = self.history.ledger.rows[group], max(1, self.history.header.groups[group].page_size)
+        return not self.history.had_gap and 0 < slot < len(rows) and not rows[slot : slot + page, CONTENT].any()
 
     def _unchanged(self, group: int, stored: _Stored) -> bool:
         """Say whether nothing is known to have filled the slot that was stored since then: a load into it would not show."""

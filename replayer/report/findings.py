@@ -30,6 +30,7 @@ FINDING_CAUSES = {
     "held_by_cache": "the prefix cache holds the slot",
     "free": "nobody holds the slot",
     "still_used": "the prefix cache has the slot, and the engine counts a user of it whom nobody knows",
+    "nobodys": "no request is left, no cache has the slot, and it is not free",
     "never_given_out": "nobody was ever given the slot",
     "given_out_anew": "the slot was given out anew while it was in use",
     "same_event": "one event names the slot twice",

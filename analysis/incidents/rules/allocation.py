@@ -116,7 +116,7 @@ def page_leaked(cluster: Cluster) -> Diagnosis | None:
     if sign is None:
         return None
     alone = set(cluster.kinds) == {"slot_leaked"} and not cluster.reasons
-    who = "" if sign.reader in sign.detail else f" ({sign.reader})"
+    who = "" if sign.request_id < 0 or sign.reader in sign.detail else f" ({sign.reader})"
     said = f"{sign.place} was not given back by whoever had it, as seen after {sign.when}: {sign.detail}{who}"
     return cluster.diagnosis(0.93 if alone else 0.55, said, sign, *sign.evidence, cause=sign.event)
 

@@ -234,6 +234,11 @@ def failed_load_counted_loaded(cluster: Cluster) -> Diagnosis | None:
     for sign in cluster.head:
         if sign.kind not in ("hit_never_written", "hit_differs") and not sign.bits & (CONTENT | KV_HASH):
             continue
+        unchanged = cluster.not_loaded(sign)
+        if unchanged is not None:
+            said = f"{sign.reader} read {sign.place} in {sign.when}, which counts as loaded since event {unchanged.event}, and the "
+            said += "load has changed none of its bytes"
+            return cluster.diagnosis(0.93, said, sign, unchanged.event, sign.event, cause=unchanged.event)
         load = cluster.last(sign, "receive_failed") or cluster.filled(sign)
         given = cluster.last(sign, "alloc")
         # The allocation of what is loaded may be recorded behind the load itself.

@@ -39,6 +39,7 @@ class Filled(Enum):
     AS_CACHED = "it is as the prefix cache had it"
     COPY = "a copy filled it"
     LOAD = "a load or transfer filled it"
+    NOT_LOADED = "a load of it left all its bytes as they were"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,8 @@ def _filled(cluster: Cluster, sign: Sign, held: Held) -> Filled:
     own = cluster.wrote(sign)
     since = own[0] if own is not None else -1
     loads = [at for at in cluster.facts.loads.get(sign.request_id, ()) if since < at <= sign.event]
+    if cluster.not_loaded(sign) is not None:
+        return Filled.NOT_LOADED
     if filled is not None and filled.what in ("loaded", "received", "receive_failed"):
         return Filled.LOAD  # its slots may be recorded as given behind the load itself
     if held in _HOLDS and given is not None and (filled is None or filled.event < given.event):

@@ -101,6 +101,8 @@ _CONTENT: Final = {
 
 def branch_of(cluster: Cluster, seen: Evidence) -> Likely:
     """Return where it went wrong, by what was observed alone: the slot's holder, what filled it, what its row names."""
+    if seen.filled is Filled.NOT_LOADED:
+        return Likely("transfer", ("failed_load_counted_loaded", "load_landed_elsewhere"))
     for step in (_by_rows, _by_what_was_fed, _by_what_was_written, _by_its_beginning, _by_its_holder, _by_its_row):
         if (found := step(cluster, seen)) is not None:
             return found

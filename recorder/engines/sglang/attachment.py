@@ -32,6 +32,7 @@ from .connectors.host_cache import HostCache
 from .forward import mode_of, prefix_and_extend
 from .history import calls_as_hooked
 from .hooks import not_applied, register_drafts
+from .idle import IdleLooks, can_be_looked_at
 from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
@@ -184,6 +185,9 @@ class SglangAttachment(EngineAttachment):
                 for name, hook in history.follow_calls(calls).items():
                     self._wrap(history.allocator, name, hook, "history", self._history_fault)
             calls_as_hooked(scheduler.tree_cache)
+            if recording.recorder.header.slot_history and can_be_looked_at(scheduler):
+                looks = IdleLooks(scheduler, recording.histories, recording.recorder)
+                self._wrap(scheduler, "on_idle", looks.on_idle, "history", self._history_fault)
             for name in ("evict", "evict_for_alloc"):
                 if hasattr(scheduler.tree_cache, name):
                     self._wrap(scheduler.tree_cache, name, recording.on_evict, "history")

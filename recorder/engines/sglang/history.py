@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import BoolArray, Int64Array
 from ...capture.device.recorder import DeviceRecorder
 from ...capture.host_arrays import own_int64
 from ...capture.recorder import Recorder
 from ...trace.header import TraceHeader
-from ...trace.schema import SlotChange
+from ...trace.schema import NOBODYS, SlotChange
 from ..common.hooking import Around, Finish, Hook, beside
 from ..common.outermost import OutermostCalls
 from .layout import RunnerLayout, SglangLayout, online_sweep_interval, own_slots
@@ -57,7 +57,8 @@ class GroupHistory:
         self._note_given = self._given
         # How often each slot was given out, and is not recorded yet.
         self._pending: npt.NDArray[np.uint8] = np.zeros(num_slots, np.uint8)
-        self._free: list[Int64Array] = []  # slots that are free where the engine flushes its cache
+        self._free: list[Int64Array] = []  # pages that are free where the engine flushes its cache, or is idle
+        self._nobodys: BoolArray = np.zeros(num_slots, np.bool_)  # slots that are known to be nobody's
         self._calls: OutermostCalls | None = None
 
     def follow_calls(self, calls: OutermostCalls) -> dict[str, Hook]:
@@ -104,19 +105,42 @@ class GroupHistory:
     def _on_clear(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Record as evicted everything that is not free: the engine flushes its cache."""
         if not self._inside:
-            for name in ("free_pages", "release_pages"):
-                pages = getattr(self.allocator, name, None)
-                self._with_slots(self._free.append, [] if pages is None else pages)
+            self._note_free()
             self._with_slots(self._flushed, [int(getattr(self.allocator, "size", self._pending.size - 1))])
         return self._count_call()
 
     def _flushed(self, size: Int64Array) -> None:
+        self._freed(np.flatnonzero(self._not_free(int(size[0]))), 1, "evict", "flush")
+
+    def nobodys(self, cached: Any) -> None:
+        """Record what is neither free nor among `cached`, the slots of the prefix cache, in an engine that has no request."""
+        self._note_free()
+        self._with_slots(self._left_over, cached, int(self.allocator.size) // self.page_size * self.page_size)
+
+    def _left_over(self, cached: Int64Array, size: int) -> None:
+        held = self._not_free(size)
+        held[self._of_pool(self._whole_pages(cached))] = False
+        slots = np.flatnonzero(held & ~self._nobodys)
+        self._nobodys = held
+        self.given_out(slots, "never written")
+        for group in self.groups if slots.size else ():
+            self._recorder.slots("alloc", group=group, slots=slots, note=NOBODYS)
+
+    def _note_free(self) -> None:
+        """Note the pages that are free now."""
+        for name in ("free_pages", "release_pages", "staged_pages"):
+            found = getattr(self.allocator, name, None)
+            for pages in found if isinstance(found, list) else [[] if found is None else found]:
+                self._with_slots(self._free.append, pages)
+
+    def _not_free(self, size: int) -> BoolArray:
+        """Return which slots were not free when that was noted, `[num_slots] bool`."""
         held = np.zeros(self._pending.size, np.bool_)
-        held[self.page_size : int(size[0]) + self.page_size] = True  # what there is at all: the first page is padding
+        held[self.page_size : size + self.page_size] = True  # what there is at all: the first page is padding
         for pages in self._free:
             held[self._of_pool(self._whole_pages(pages * self.page_size))] = False
         self._free.clear()
-        self._freed(np.flatnonzero(held), 1, "evict", "flush")
+        return held
 
     def _whole_pages(self, slots: Int64Array) -> Int64Array:
         """Return all slots of the pages in which these lie, each once, ascending."""

@@ -152,6 +152,8 @@ class VllmAttachment(EngineAttachment):
             aborted = "ABORT" in str(getattr(request, "status", ""))
             yield
             recording.left(request.request_id, "aborted" if aborted else "finished")
+            if recording.history is not None:
+                recording.history.request_left()
 
     @around
     def on_preempt(self, scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> Around:

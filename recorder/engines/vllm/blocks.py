@@ -15,7 +15,16 @@ from ....kernels.arrays import Int64Array
 from ...capture.host_arrays import runs_to_slots
 from ...capture.recorder import Recorder
 from ...capture.slot_numbers import SlotsChanged
-from ...trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, LET_GO, STILL_USED, AllocStatus, SlotChange
+from ...trace.schema import (
+    ALLOC_CACHED,
+    ALLOC_FRESH,
+    ALLOC_SHARED,
+    LET_GO,
+    NOBODYS,
+    STILL_USED,
+    AllocStatus,
+    SlotChange,
+)
 from ..common.hooking import Around, Hook, OnFault, around, beside, wrap_method, wrap_often
 from ..common.requests import request_id_of
 from .layout import VllmGroup, VllmLayout
@@ -25,6 +34,8 @@ from .step import VllmRequests
 MANAGER: Final = ("allocate_new_blocks", "add_local_computed_blocks", "free", "remove_skipped_blocks")
 POOL: Final = ("_maybe_evict_cached_block", "reset_prefix_cache", "free_blocks", "cache_full_blocks")
 KNOWN_MANAGERS: Final = ("FullAttentionManager", "SlidingWindowManager")
+# All of whose blocks are some request's: what else is in use, if no request is left, is nobody's.
+OF_REQUESTS: Final = (*KNOWN_MANAGERS, "MambaManager")
 
 
 def why_no_history(scheduler: Any, groups: Sequence[VllmGroup]) -> str:
@@ -90,6 +101,13 @@ class BlockHistory:
         self._serial = 0
         self._skipping: tuple[int, str] | None = None
         self._ending = False  # whether a manager gives a request's blocks back
+        managers, pool = self._coordinator.single_type_managers, self._coordinator.block_pool
+        self._all_known = hasattr(pool, "get_num_free_blocks") and all(
+            type(one).__name__ in OF_REQUESTS and getattr(one, "block_pool", pool) is pool for one in managers
+        )
+        self._last = np.zeros(len(pool.blocks), np.int32)  # the place of the group that each block was given to last
+        self._in_use = 0  # blocks that were when no request was left
+        self._said: set[int] = set()  # blocks of which it has been said that a user of theirs is known to nobody
 
     def attach(self, while_on: Callable[[Hook], Hook], on_fault: OnFault) -> None:
         """Put the hooks around the managers and the pool; `while_on(hook)` is one that falls silent with the others."""
@@ -167,7 +185,24 @@ class BlockHistory:
         alone = not manager.req_to_blocks
         left = [b for b, n in zip(blocks, users, strict=True) if b.ref_cnt and (alone or b.ref_cnt >= n)]
         used = [b.block_id for b in left if not b.is_null and b.block_hash is not None]
+        self._said.update(used)
         self.record("alloc", group, used, name, status=ALLOC_CACHED, note=STILL_USED)
+
+    def request_left(self) -> None:
+        """Record the blocks that are in use if no request is left that could use them."""
+        managers, pool = self._coordinator.single_type_managers, self._coordinator.block_pool
+        if not self._all_known or any(any(one.req_to_blocks.values()) for one in managers):
+            return
+        in_use = len(pool.blocks) - 1 - pool.get_num_free_blocks()  # the null block is never free
+        if in_use == self._in_use:
+            return
+        self._in_use = in_use
+        used = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null}
+        new, self._said = used - self._said, used
+        for place, group in enumerate(self._groups):
+            self.record(
+                "alloc", group, [block for block in sorted(new) if self._last[block] == place], "", note=NOBODYS
+            )
 
     @beside
     def _on_skip(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:
@@ -254,6 +289,8 @@ class BlockHistory:
         if not len(blocks):
             return
         known = self._requests.get(name) if name else None
+        if kind == "alloc":
+            self._last[blocks] = self._groups.index(group)
         size, groups = group.block_size, [group.index]
         if self._twin is not None and self._twin.gid == group.gid:
             groups.append(self._twin.index)

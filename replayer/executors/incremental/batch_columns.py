@@ -25,7 +25,7 @@ from ....recorder.state.forward import ATTENTION_RUNS
 from ....recorder.state.requests import RequestTable, declared_in
 from ....recorder.trace.batch import TraceBatch
 from ....recorder.trace.header import TraceHeader
-from ....recorder.trace.schema import STILL_USED
+from ....recorder.trace.schema import NOBODYS, STILL_USED
 
 _MODE_COLUMN: Final = 2  # of `BatchColumns.events`
 _KIND_OF: Final = {name: code for code, name in enumerate(KINDS)}
@@ -158,7 +158,7 @@ def _statuses(batch: TraceBatch, kind: Int64Array) -> Int64Array:
     allocs = np.flatnonzero(kind == ALLOC_EVENT).tolist()
     notes = batch.strings("note") if allocs else []
     for i in allocs:
-        code = _ALLOC_OF.get(status[i], -1) if notes[i] != STILL_USED else -1
+        code = _ALLOC_OF.get(status[i], -1) if notes[i] not in (STILL_USED, NOBODYS) else -1
         found[i] = SHARED_ALLOC if code == 0 and notes[i] in SHARED_NOTES else code
     for i in np.flatnonzero(kind == STATUS_EVENT).tolist():
         found[i] = _STATUS_OF.get(status[i], -1)

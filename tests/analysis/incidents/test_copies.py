@@ -222,6 +222,17 @@ def test_a_load_that_lands_elsewhere(copies: Copies, tmp_path: Path) -> None:
     assert incidents == ["load_landed_elsewhere"]
 
 
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_load_of_what_nobody_knows_that_changes_nothing(copies: Copies, tmp_path: Path, filled: bool) -> None:
+    """What lay there may be the same bytes, if anything ever did."""
+    if filled:
+        copies.copy(20, 12, ())
+    copies.copy(0, 12, (0, EMPTY, EMPTY), 0, **LOAD)
+    findings, incidents = copies.found(tmp_path / "r")
+    assert findings == ([] if filled else [("copy_differs", "nothing_landed", 12)])
+    assert incidents == ([] if filled else ["failed_load_counted_loaded"])
+
+
 def test_a_load_whose_pages_are_shifted(copies: Copies, tmp_path: Path) -> None:
     there, here, before, landed = (
         np.array(ends) for ends in ([RIGHT, OTHER], [EMPTY, RIGHT], [EMPTY, EMPTY], [-1, -1])

@@ -11,6 +11,7 @@ from kvcanary.recorder.engines.common.hooking import (
 )
 from kvcanary.recorder.engines.common.outermost import OutermostCalls
 from kvcanary.recorder.engines.sglang import history as module
+from kvcanary.recorder.engines.sglang import idle
 from kvcanary.recorder.engines.sglang.history import (
     GroupHistory,
     RadixCacheWalk,
@@ -129,6 +130,40 @@ def test_an_eviction_and_a_flush_have_their_names() -> None:
     allocator.clear()
     assert [call[0] for call in told.calls] == ["alloc", "evict", "evict"]
     assert told.calls[2][2:] == ([8, 9, 10, 11], -1, -1, "", "flush")
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_is_neither_free_nor_cached_in_an_idle_engine_is_nobodys(page_size: int) -> None:
+    told = Told()
+    allocator, kept = history(page_size, told)
+    slots = allocator.alloc(16)
+    write(kept, slots[:12].tolist(), [12], [1], [77])
+    allocator.free(slots[:4])
+    told.calls.clear()
+    kept.nobodys(slots[4:8])
+    kept.nobodys(slots[4:8])  # said already
+    left = slots[8:].tolist()
+    assert told.calls == [
+        ("alloc", 0, left[4:], -1, -1, "", "never written"),
+        ("alloc", 0, left, -1, -1, "", "nobody's"),
+    ]
+
+
+@pytest.mark.parametrize("lost", [0, 8])
+def test_an_idle_engine_is_looked_at_once_if_its_counts_miss_slots(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(idle, "walker", lambda: lambda **_: SimpleNamespace(slot_indices="the cache's"))
+    kept = SimpleNamespace(page_size=4, nobodys=looks.append)
+    kept.allocator = SimpleNamespace(size=42, available_size=lambda: 40 - 12 - lost)  # and two slots that make no page
+    tree = SimpleNamespace(session_records=dict, full_evictable_size=lambda: 8, full_protected_size=lambda: 4)
+    recorder = SimpleNamespace(next_forward=3)
+    scheduler = SimpleNamespace(
+        tree_cache=tree, token_to_kv_pool_allocator=kept.allocator, is_fully_idle=lambda: recorder.next_forward != 4
+    )
+    looking = idle.IdleLooks(scheduler, [kept], recorder)  # type: ignore[list-item]
+    for recorder.next_forward in (3, 3, 4, 5):
+        looking.on_idle()
+    assert looks == ["the cache's"] * bool(lost)
 
 
 def test_a_request_with_a_negative_id_holds_slots_as_one_of_several() -> None:

@@ -27,6 +27,9 @@ class BlockPool:
             block.ref_cnt = 1
         return blocks
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
     def _maybe_evict_cached_block(self, block: Block) -> bool:
         known, block.block_hash = block.block_hash, None
         if known is not None and self.cached.get(known) is block:

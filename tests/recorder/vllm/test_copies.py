@@ -30,7 +30,7 @@ class Connector:
 
     def start_load_kv(self) -> None:
         for _, _, block, key in self._connector_metadata["loads"]:
-            if block not in self.errors:
+            if block not in self.errors and key in self.kept:
                 self.kv[self.lands.get(block, block)] = self.kept[key]
 
     def wait_for_save(self) -> None:
@@ -165,6 +165,17 @@ def test_only_blocks_that_the_connector_was_asked_for_count_as_loaded(played: Pl
     played.connector.broken = True
     played.step(stores=[(3, "a")])  # from here on nobody knows what it was asked
     assert played.copies.asked_for(counted) is counted
+
+
+def test_blocks_of_which_a_load_changed_nothing_hold_what_they_held(played: Played) -> None:
+    counted = ExternalSlots(0, SIZE, np.arange(4 * SIZE, 7 * SIZE), own=True)
+    played.step(stores=[(2, "a"), (3, "b")])
+    played.step(loads=[(4, "a"), (5, "nobody's"), (6, "b")])
+    parts = played.copies.changed(counted)
+    assert [(part.start, part.slots.tolist()) for part in parts] == [(4, [16, 17, 18, 19]), (12, [24, 25, 26, 27])]
+    _, there, nowhere = played.events()
+    assert column(there, "src_hash") == column(there, "dst_hash") and all(column(there, "src_hash"))
+    assert column(nowhere, "src_hash") == [0] and column(nowhere, "dst_hash") == column(nowhere, "before_hash")
 
 
 def test_a_hook_that_fails_ends_the_copies_alone(played: Played) -> None:

@@ -27,7 +27,7 @@ from kvcanary.recorder.engines.vllm.results import StepLogprobs
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.header import StatePool
 from kvcanary.recorder.trace.reader import read_trace
-from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO, STILL_USED
+from kvcanary.recorder.trace.schema import ALLOC_CACHED, LET_GO, NOBODYS, STILL_USED
 
 from ...support.one_trace import events, replayed, verdict
 from .fake_engine import (
@@ -182,6 +182,23 @@ def test_a_cached_block_that_stays_in_use_by_nobody_is_found(
     used = [event for event in told if event.kind == "alloc" and event.scalar("note") == STILL_USED]
     assert kept[0].block_id * BLOCK in used[0].ints("slot_start")
     assert summary.findings_by_kind == {"slot_leaked": len(used)}
+
+
+@pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])
+def test_a_block_that_is_taken_and_forgotten_is_found_when_no_request_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specs: list[Any] | None
+) -> None:
+    taken: list[Any] = []
+
+    def take(_: GPUModelRunner, scheduler: Scheduler, __: Any) -> None:
+        taken.extend(scheduler.pool.get_new_blocks(1) if not taken else ())
+
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve(specs, each_step=take)
+    summary, _, told = replayed(tmp_path)
+    (nobodys,) = (event for event in told if event.kind == "alloc" and event.scalar("note") == NOBODYS)
+    assert nobodys.ints("slot_start").tolist() == [taken[0].block_id * BLOCK]
+    assert summary.findings_by_kind == {"slot_leaked": 1}
 
 
 @pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from kvcanary.recorder.trace.schema import LET_GO, STILL_USED
+from kvcanary.recorder.trace.schema import LET_GO, NOBODYS, STILL_USED
 
 from ...support.both_ways import check
 from .scene import Part, Scene, told
@@ -135,6 +135,26 @@ def test_what_the_cache_has_leaks_where_it_stays_in_use(
     assert "whom nobody knows" in rows[0]["detail"]
     (replayed,) = check([scene.path], tmp_path / "ways", incidents=False)
     assert replayed.found()["findings_by_kind"] == {"slot_leaked": 1}
+
+
+@pytest.mark.parametrize("told_of", ["complete", "allocator"])
+def test_what_is_nobodys_has_leaked_if_it_is_not_free(tmp_path: Path, told_of: str, pass_from_the_start: None) -> None:
+    scene = Scene(tmp_path / "t.arrow", told=told_of)
+    scene.status(7, "admitted", 1)
+    alloc = scene.alloc(7, [3, 4])
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(3, 4)))
+    gone = scene.status(7, "finished", 1)
+    nobodys = scene.alloc(-1, [3, 4, 9], note=NOBODYS)
+    scene.alloc(8, [10])
+    rows = scene.judge("slot_leaked", "slot_double_allocated")
+    found = {(row["event"], row["slot"], row["count"], row["cause"]) for row in rows}
+    if told_of == "complete":  # what its request still held was said when it went
+        assert found == {(gone, 3, 2, "request_left"), (nobodys, 9, 1, "nobodys")}
+    else:
+        assert found == {(nobodys, 3, 2, "nobodys"), (nobodys, 9, 1, "nobodys")}
+    assert any(alloc in json.loads(row["evidence"]) for row in rows)
+    (replayed,) = check([scene.path], tmp_path / "ways", incidents=False)
+    assert replayed.found()["findings_by_kind"] == {"slot_leaked": 2}
 
 
 @pytest.mark.parametrize("status", ["finished", "aborted", "retracted"])

@@ -113,6 +113,7 @@ class ConnectorCopies:
         self._late: list[tuple[int, EndedLoad, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
         self._asked: set[tuple[int, int]] = set()  # blocks of groups that the connector was asked to load
+        self._unchanged: set[tuple[int, int]] = set()  # those that hold what they held, by the bytes of all layers
         self._right: dict[tuple[int, int], int] = {}  # what lay in a block of a group when a load to it ended
         self._failed = False
         self._on_fault: OnFault = lambda _hook, _error: None
@@ -191,7 +192,9 @@ class ConnectorCopies:
 
     def begin_load(self, name: str, pages: list[Page]) -> LoadJob:
         """Take note of a load that is asked for."""
-        self._asked.update((page.group.index, page.block) for page in pages)
+        blocks = {(page.group.index, page.block) for page in pages}
+        self._asked |= blocks
+        self._unchanged -= blocks
         return LoadJob(name, pages, self._ends.there(pages), self._ends.here(pages))
 
     def asked_for(self, load: ExternalSlots) -> ExternalSlots:
@@ -206,6 +209,13 @@ class ConnectorCopies:
         at = np.flatnonzero(np.isin(blocks, asked))
         return load._replace(start=load.start + int(at[0]) if at.size else load.start, slots=load.slots[at])
 
+    def changed(self, load: ExternalSlots) -> list[ExternalSlots]:
+        """Return the parts of some slots of which a load may have changed a byte: in the others lies what lay there."""
+        blocks = (load.slots // self._layout.groups[load.group].block_size).tolist()
+        at = np.flatnonzero([self._failed or (load.group, block) not in self._unchanged for block in blocks])
+        parts = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+        return [load._replace(start=load.start + int(part[0]), slots=load.slots[part]) for part in parts if part.size]
+
     def end_load(self, load: LoadJob) -> None:
         """Take note of a load that has ended, by the connector's word."""
         self._waiting.add(load.name)
@@ -215,6 +225,9 @@ class ConnectorCopies:
         there, before, here = (of.read() for of in (load.there, load.before, look))
         one = EndedLoad(load.name, load.pages, there, before, here, np.full(len(load.pages), -1, np.int64))
         wrong = np.flatnonzero((here != there) & (here != 0) & (there != 0))
+        if isinstance(self._ends, HostEnds):  # which looks at all bytes, and at once
+            same = np.flatnonzero((here == before) & (here != 0) & (here != there)).tolist()
+            self._unchanged |= {(load.pages[i].group.index, load.pages[i].block) for i in same}
         self._right |= {(page.group.index, page.block): n for page, n in zip(load.pages, here.tolist(), strict=True)}
         for at in wrong[here[wrong] == before[wrong]].tolist() if isinstance(self._ends, HostEnds) else ():
             one.landed[at] = self._search(one, at)

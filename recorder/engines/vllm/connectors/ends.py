@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .copies import ConnectorCopies
 
 Bytes = npt.NDArray[np.uint8]
+Parts = tuple[list[int], Sequence[Bytes]]  # the places of pages that could be read, and of each layer what lies in them
 
 
 class Page(NamedTuple):
@@ -70,33 +71,33 @@ class HostEnds:
     def here(self, pages: Sequence[Page]) -> Look:
         """Look at what lies in each block now."""
 
-        def read(group: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
+        def read(group: VllmGroup, mine: list[Page]) -> Parts:
             layers, blocks = self._storage.layers_here(group), [page.block for page in mine]
-            return [_rows(layer, blocks) for layer in layers] if layers else None
+            return [*range(len(mine))], [_rows(layer, blocks) for layer in layers]
 
         return self._hashes(pages, read)
 
     def there(self, pages: Sequence[Page]) -> Look:
-        """Look at what lies elsewhere now."""
+        """Look at what lies elsewhere now; a page of which nothing can be read says nothing of the others."""
 
-        def read(_: VllmGroup, mine: list[Page]) -> Sequence[Bytes] | None:
+        def read(_: VllmGroup, mine: list[Page]) -> Parts:
             found = [self._storage.there(page) for page in mine]
             whole = [one for one in found if one is not None]
-            if len(whole) < len(found):
-                return None
-            return [np.stack(parts) for parts in zip(*whole, strict=True)]
+            return [i for i, one in enumerate(found) if one is not None], [
+                np.stack(parts) for parts in zip(*whole, strict=True)
+            ]
 
         return self._hashes(pages, read)
 
-    def _hashes(self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Sequence[Bytes] | None]) -> Look:
+    def _hashes(self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Parts]) -> Look:
         found = np.zeros(len(pages), np.int64)
         for group, at in by_group(pages, self._layout):
             layers = self._storage.layers_here(group)
             size = sum(int(layer[0].nbytes) for layer in layers)
             if layers and size * len(at) <= MAX_HASHED_BYTES:
-                parts = read(group, [pages[i] for i in at])
+                places, parts = read(group, [pages[i] for i in at])
                 if parts:
-                    found[at] = end_hashes(parts)
+                    found[[at[i] for i in places]] = end_hashes(parts)
         return Known(found)
 
 

@@ -183,11 +183,10 @@ class ExternalLoads:
     ) -> None:
         known, room = self._requests.get(name), -1 if lost else self._room(name)
         saying = self._saying.get(self._loader(name)) if status == "end" else None
-        for load in self._loads[name]:
-            if saying is not None:  # what counts as loaded, and was not asked for, holds what it held
-                load = saying.asked_for(load)
-                if not load.slots.size:
-                    continue
+        loads = self._loads[name]
+        if saying is not None:  # what counts as loaded, and was not asked for or did not come, holds what it held
+            loads = [part for load in loads for part in saying.changed(saying.asked_for(load))]
+        for load in loads:
             group = self._groups[load.group]
             # What failed is not what the other side holds; and of a window not all of that is read.
             other = group.window or bool(np.isin(load.slots // group.block_size, failed).any())

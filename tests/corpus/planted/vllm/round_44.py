@@ -172,7 +172,13 @@ def new_blocks_are_zeroed_when_their_load_has_landed(fired: Fired) -> None:
     before_forward(lambda runner, output: wiped & set(output.num_scheduled_tokens) and fired())
 
 
-@bug("sgl-project/sglang#21404", "delta-waits", "page_leaked", origin="SGLang")
+@bug(
+    "sgl-project/sglang#21404",
+    "delta-waits",
+    "page_leaked",
+    late="it does no harm, and is seen when no request is left",
+    origin="SGLang",
+)
 def state_of_a_request_that_does_not_fit_is_forgotten(fired: Fired) -> None:
     """When a waiting request hits its beginning, the recurrent state there is copied to a place of its own at once, before
     it is known whether there is room for the rest. If there is not, the request waits on and begins anew at the next
