@@ -7,13 +7,14 @@ is not where most forwards' parts are was turned by another position than the on
 """
 
 from collections import Counter
+from collections.abc import Set
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import BoolArray, Int64Array
-from .written import EVENT, POSITION, REQUEST
+from .written import EVENT, FURTHEST, POSITION, REQUEST
 
 Floats = npt.NDArray[np.float64]
 
@@ -92,7 +93,8 @@ class _Frame:
     """Parts laid beside one another, each by the positions that its tokens say."""
 
     def __init__(self, token: Int64Array, values: Floats, positions: Floats, places: Int64Array, law: _Law) -> None:
-        self.token, self.values, self.positions, self.event, self.law = token, values, positions, places[:, EVENT], law
+        self.token, self.values, self.positions, self.law = token, values, positions, law
+        self.event, self.length = places[:, EVENT], places[:, FURTHEST]
         self.part = _parts(places)
         parts = np.split(np.argsort(self.part, kind="stable"), np.cumsum(np.bincount(self.part))[:-1])
         self.rows = [one[:_OF_PART] for one in parts]
@@ -118,15 +120,24 @@ class _Frame:
         nowhere = sum(len(self._beside(one, _AGAIN).values) == _AGAIN for one in parts if one not in best)
         if nowhere > len(best):
             return []  # they were turned by something else
+        if len(set(best.values())) < 2:
+            return []
         votes: Counter[int] = Counter()
         for one in sorted(best, key=lambda one: int(self.event[self.rows[one]].min())):
             votes[best[one]] += len(np.unique(self.event[self.rows[one]]))
-        right = votes.most_common(1)[0][0] if votes else 0
-        return [row for one, by in best.items() if by != right for row in self._off(one, by, right)]
+        right = votes.most_common(1)[0][0]
+        off = [row for one, by in best.items() if by != right for row in self._off(one, by, right)]
+        # A length may choose the angles.
+        lengths = [self.length[self.rows[one]] for one, by in best.items() if by == right]
+        low, high = min(one.min() for one in lengths), max(one.max() for one in lengths)
+        return [one for one in off if low <= self.length[one.row] <= high]
 
     def _off(self, one: int, by: int, right: int) -> list[Shifted]:
-        """Return the rows of a part that is off, if enough of its tokens say so now that all others are laid."""
-        beside = self._beside(one)
+        """Return the rows of a part that is off, if enough of its tokens say so now that all others are laid.
+
+        Not beside parts that are off by as much: these may all have been laid by what one token said.
+        """
+        beside = self._beside(one, but={other for other, its in self.by.items() if its == by})
         fit, as_fed = (self._left(beside, shift) for shift in (by, right))
         off = (fit < self.law.fits) & (as_fed > _ALONE * self.law.fits)
         count = int(off.sum())
@@ -182,13 +193,14 @@ class _Frame:
         shift = np.asarray(by)[..., None, None] * beside.own
         return _left(beside.values, beside.at + shift, beside.there, self.law.angles)
 
-    def _beside(self, one: int, most: int | None = None) -> _Beside:
-        """Return the first tokens of a part that the parts that are laid hold, too, at three positions together."""
+    def _beside(self, one: int, most: int | None = None, but: Set[int] = frozenset()) -> _Beside:
+        """Return the first tokens of a part that the parts that are laid, `but` some, hold, too, at three positions together."""
+        left_out = {one, *but}
         mine: dict[int, dict[float, int]] = {}
         for row in self.rows[one].tolist():
             mine.setdefault(int(self.token[row]), {})[float(self.positions[row])] = row
         laid = {
-            token: {at: row for at, row in self.frame[token].items() if self.part[row] != one}
+            token: {at: row for at, row in self.frame[token].items() if int(self.part[row]) not in left_out}
             for token in mine
             if token in self.frame
         }

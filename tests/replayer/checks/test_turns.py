@@ -133,6 +133,22 @@ def test_most_requests_are_turned_by_positions_of_others_each_by_another_number(
     assert all(one.as_at - one.place[POSITION] == off[one.place[REQUEST]] and one.alike > 1 for one in found)
 
 
+def test_a_length_may_choose_by_how_much_parts_are_shifted() -> None:
+    data = written(1, "float32", lambda request, position: position + 9 * (request > 4))
+    some = WrittenTokens(*(part[: 8 * LENGTH] for part in data))
+    values = some.data.view(np.float32).astype(np.float64)
+    assert find_shifts(some.keys, values, some.places, "float32")
+    some.places[:, FURTHEST] += 1000 * (some.places[:, REQUEST] > 4)
+    assert find_shifts(some.keys, values, some.places, "float32") == []
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.75, 2.0])
+def test_other_angles_are_no_shift_though_they_are_one_at_some_positions(scale: float) -> None:
+    others = np.where(np.arange(REQUESTS * LENGTH)[:, None] // LENGTH % 8 > 4, scale * ANGLES, ANGLES)
+    data = WrittenTokens(*(part[: 8 * LENGTH] for part in written(1, "float32", angles=others)))
+    assert find_shifts(data.keys, data.data.view(np.float32).astype(np.float64), data.places, "float32") == []
+
+
 @pytest.mark.parametrize("scale", [0.9, 0.25, 0.0])
 def test_where_the_first_value_does_not_turn_by_one_parts_are_not_laid_beside_one_another(scale: float) -> None:
     data = written(2, "float32", lambda request, position: position + 5 * (request % 3), angles=scale * ANGLES)
