@@ -140,11 +140,13 @@ class TokenBytes(HistoryCheck):
             one.key & (1 << TOKEN_BITS) - 1,
             f"as it is at position {one.as_at}" if one.as_at >= 0 else "as at none",
         )
+        show = "nearly all tokens"
         if one.alike:
+            show = "tokens that were turned alike"
             at += f", {one.as_at - one.place[POSITION]:+} like {one.alike - 1} more tokens beside it"
         detail = (
             f"wrote K of token {token} at position {one.place[POSITION]} {at}, by that of {one.others} other positions and the angles that "
-            f"nearly all tokens show, off by {one.much:.0%}"
+            f"{show} show, off by {one.much:.0%}"
         )
         return self._finding(
             runner, group, one.place, one.before, Cause("rotated", one.before[REQUEST], token), detail, len(members)
