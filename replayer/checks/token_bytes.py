@@ -45,11 +45,11 @@ class TokenBytes(HistoryCheck):
     V follows from the token alone: a request that is computed with another's adapter, or by weights that have been replaced,
     leaves records, hashes and tables right, and shows nowhere else. Where V does so, K follows from token and position: what
     differs in K alone was rotated by something else than its position, as is what does not go with the token's K at other
-    positions, by angles that nearly all tokens show. Judged are requests that declare their adapter and no media; where no
-    request declares any, only what is turned as at another position. And only in a file whose repeats at other positions,
-    behind other tokens, show that the engine computes so: at least 32, seven of ten alike. Bytes that change for good are not
-    judged: weights and adapters may be loaded anew, unseen; nor, where requests do not declare their weights, a forward of
-    which all tokens differ.
+    positions, by angles that nearly all tokens show, and what a forward computed of a request as if it stood elsewhere.
+    Judged are requests that declare their adapter and no media; where no request declares any, only what is turned as at
+    another position. And only in a file whose repeats at other positions, behind other tokens, show that the engine computes
+    so: at least 32, seven of ten alike. Bytes that change for good are not judged: weights and adapters may be loaded anew,
+    unseen; nor, where requests do not declare their weights, a forward of which all tokens differ.
     """
 
     kind = "token_bytes"
@@ -140,9 +140,13 @@ class TokenBytes(HistoryCheck):
             one.key & (1 << TOKEN_BITS) - 1,
             f"as it is at position {one.as_at}" if one.as_at >= 0 else "as at none",
         )
+        show = "nearly all tokens"
+        if one.alike:
+            show = "tokens that were turned alike"
+            at += f", {one.as_at - one.place[POSITION]:+} like {one.alike - 1} more tokens beside it"
         detail = (
             f"wrote K of token {token} at position {one.place[POSITION]} {at}, by that of {one.others} other positions and the angles that "
-            f"nearly all tokens show, off by {one.much:.0%}"
+            f"{show} show, off by {one.much:.0%}"
         )
         return self._finding(
             runner, group, one.place, one.before, Cause("rotated", one.before[REQUEST], token), detail, len(members)

@@ -98,7 +98,8 @@ class Repeats:
     def spans(self, one: Difference) -> bool:
         """Say whether tokens of its identity came again with their bytes over the whole time between the two of a difference."""
         spans = self.alike.get(one.identity, np.empty((0, 2), np.int64))
-        return bool(((spans[:, 0] <= one.before[EVENT]) & (one.place[EVENT] <= spans[:, 1])).any())
+        begin, end = sorted((one.before[EVENT], one.place[EVENT]))
+        return bool(((spans[:, 0] <= begin) & (end <= spans[:, 1])).any())
 
     def compare(self, written: WrittenTokens) -> None:
         """Compare each token with the one before it that has the same key, and remember the last."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.ops.token_rows.encoding import float_values
+from .shifts import find_shifts
 from .written import EVENT, FURTHEST, POSITION, REQUEST, ROUNDING, WrittenTokens
 
 Floats = npt.NDArray[np.float64]
@@ -43,7 +44,8 @@ _BEYOND: Final = 64  # positions, behind all that were seen
 
 class Misturned(NamedTuple):
     """A token whose K is not that of its position: by how much of its values, its place, that of one that fits, and `as_at`, the only
-    position that its K would be right at, -1 for none; `others` are the positions that say so.
+    position that its K would be right at, -1 for none; `others` are the positions that say so, and `alike` the tokens beside it that are off
+    by as many positions, where that was looked for.
     """
 
     much: float
@@ -52,6 +54,7 @@ class Misturned(NamedTuple):
     before: list[int]
     as_at: int
     others: int
+    alike: int = 0
 
 
 class _Tokens(NamedTuple):
@@ -81,7 +84,9 @@ class Turns:
     lengths: tuple[int, int] = (1 << 62, -1)
     _waiting: list[WrittenTokens] = field(default_factory=list)
     _kept: WrittenTokens | None = None
+    shifted: list[Misturned] = field(default_factory=list)  # by as many positions as others beside it
     _tries: int = 3  # to learn angles
+    _looks: int = 3  # for parts that are shifted
     _left: list[Floats] = field(default_factory=list)  # of those that are right, what is unexplained
 
     def add(self, written: WrittenTokens) -> None:
@@ -104,11 +109,23 @@ class Turns:
         if self.angles is None and len(tokens.rows) and self._tries:
             self._tries -= 1
             self._learn(tokens, values)
-        wrong = np.zeros(len(keys), np.bool_)
+        wrong, explained = np.zeros(len(keys), np.bool_), self.right + self.known
+        judged = self.judged
         if self.angles is not None and len(tokens.rows):
             self._learn_closer(tokens, values)
             known = np.abs(tokens.at).max(axis=1) <= _WIDER * self.span
             self._judge(tokens.some(known), values, keys, places, old, wrong)
+        explained, judged = self.right + self.known - explained, self.judged - judged
+        if self._looks and (not judged or explained < _KNOWN * judged):
+            self._looks -= 1
+            for one in find_shifts(keys, values, places, self.dtype):
+                if one.row >= old:
+                    wrong[one.row] = True
+                    place, before = places[one.row].tolist(), places[one.beside].tolist()
+                    as_at = max(place[POSITION] + one.by, -1)
+                    self.shifted.append(
+                        Misturned(one.much, int(keys[one.row]), place, before, as_at, one.others, one.tokens)
+                    )
         order = np.lexsort((places[:, EVENT], keys))
         order = order[fit[order] & ~wrong[order]]
         last = np.ones(len(order), np.bool_)
@@ -124,9 +141,9 @@ class Turns:
         """
         self.judge()
         if self.right < max(_RIGHT * self.judged, _FEWEST_TOKENS) or self.right + self.known < _KNOWN * self.judged:
-            return []
+            return self.shifted
         if float(np.median(np.concatenate(self._left))) > _FITS / 4:
-            return []  # they are turned by something that the angles come near to
+            return self.shifted  # they are turned by something that the angles come near to
         low, high = self.lengths  # a length may choose the angles
         alike = Counter((one.place[EVENT], one.as_at - one.place[POSITION]) for one in self.found)
         return [

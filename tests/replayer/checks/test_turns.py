@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvcanary.kernels.ops.token_rows.encoding import float_values
+from kvcanary.replayer.model.shifts import find_shifts
 from kvcanary.replayer.model.turns import TURNED, Turns
 from kvcanary.replayer.model.written import EVENT, FURTHEST, POSITION, REQUEST, WrittenTokens
 from kvcanary.replayer.run.replay import ReplaySettings, replay
@@ -119,6 +121,49 @@ def test_a_length_may_choose_the_angles() -> None:
     assert turns_of(data).tell() == []
 
 
+@pytest.mark.parametrize("dtype", sorted(TURNED))
+def test_most_requests_are_turned_by_positions_of_others_each_by_another_number(dtype: str) -> None:
+    off = np.array([0, 17, 0, 24, 31, 0, 60, 108])
+    some = slice(0, len(off) * LENGTH)
+    right = WrittenTokens(*(part[some] for part in written(0, dtype)))
+    assert find_shifts(right.keys, float_values(right.data, dtype).astype(np.float64), right.places, dtype) == []
+    wrong = written(0, dtype, lambda request, position: position + off[request % len(off)])
+    found = turns_of(WrittenTokens(*(part[some] for part in wrong)), dtype=dtype).tell()
+    assert {one.place[REQUEST] for one in found} == set(np.flatnonzero(off).tolist())
+    assert all(one.as_at - one.place[POSITION] == off[one.place[REQUEST]] and one.alike > 1 for one in found)
+
+
+def test_a_length_may_choose_by_how_much_parts_are_shifted() -> None:
+    data = written(1, "float32", lambda request, position: position + 9 * (request > 4))
+    some = WrittenTokens(*(part[: 8 * LENGTH] for part in data))
+    values = some.data.view(np.float32).astype(np.float64)
+    assert find_shifts(some.keys, values, some.places, "float32")
+    some.places[:, FURTHEST] += 1000 * (some.places[:, REQUEST] > 4)
+    assert find_shifts(some.keys, values, some.places, "float32") == []
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.75, 2.0])
+def test_other_angles_are_no_shift_though_they_are_one_at_some_positions(scale: float) -> None:
+    others = np.where(np.arange(REQUESTS * LENGTH)[:, None] // LENGTH % 8 > 4, scale * ANGLES, ANGLES)
+    data = WrittenTokens(*(part[: 8 * LENGTH] for part in written(1, "float32", angles=others)))
+    assert find_shifts(data.keys, data.data.view(np.float32).astype(np.float64), data.places, "float32") == []
+
+
+@pytest.mark.parametrize("scale", [0.9, 0.25, 0.0])
+def test_where_the_first_value_does_not_turn_by_one_parts_are_not_laid_beside_one_another(scale: float) -> None:
+    data = written(2, "float32", lambda request, position: position + 5 * (request % 3), angles=scale * ANGLES)
+    assert find_shifts(data.keys, data.data.view(np.float32).astype(np.float64), data.places, "float32") == []
+
+
+def test_parts_that_were_computed_otherwise_are_shifted_by_nothing() -> None:
+    rng = np.random.default_rng(3)
+    data = written(3, "float32")
+    values = data.data.view(np.float32).astype(np.float64)
+    other = data.places[:, REQUEST] % 2 == 1
+    values[other] = rng.normal(size=(int(other.sum()), LANES))
+    assert find_shifts(data.keys, values, data.places, "float32") == []
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_few_rows_and_bytes_that_are_no_numbers(rows: int) -> None:
     whole = written(7, "float32")
@@ -135,14 +180,24 @@ def test_few_rows_and_bytes_that_are_no_numbers(rows: int) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("positions_are_rounded_before_they_are_turned_into_angles", "at position 267 as it is at position 268"),
-        ("short_prompt_puts_its_angles_over_those_of_the_answers", "at position 47 as it is at position 60"),
+        (
+            "transformers-positions_are_rounded_before_they_are_turned_into_angles",
+            "at position 267 as it is at position 268",
+        ),
+        (
+            "transformers-short_prompt_puts_its_angles_over_those_of_the_answers",
+            "at position 47 as it is at position 60",
+        ),
+        (
+            "vllm-rotation_counts_on_into_the_next_sequence",
+            "at position 33 as it is at position 76, +43 like 3 more tokens",
+        ),
     ],
 )
 def test_a_real_engine_that_turns_k_by_another_position_than_it_says(name: str, said: str, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    trace = DATA / "corpus" / f"transformers-{name}.arrow"
+    trace = DATA / "corpus" / f"{name}.arrow"
     summary = replay(trace, settings=ReplaySettings(), report=tmp_path)
     assert summary.verdict.value == "corrupt"
     rows = pq.read_table(tmp_path / "findings.parquet").to_pylist()
