@@ -89,7 +89,13 @@ def mask_that_is_too_short_for_a_later_chunk_is_thrown_away(fired: Fired) -> Non
         before(processor, model)
 
 
-@bug("vllm-project/vllm#3264", "qwen-adapters", "identity_not_in_key", origin="vLLM")
+@bug(
+    "vllm-project/vllm#3264",
+    "qwen-adapters",
+    "identity_not_in_key",
+    origin="vLLM",
+    late="not found: the adapters are not the engine's, and nobody tells the recorder of them",
+)
 def adapter_is_not_in_the_key_of_a_block(fired: Fired) -> None:
     """What a block is found by is made of its tokens and of those before them, and not of the adapter that it was computed
     with. A prompt that begins like one of another adapter hits that one's blocks, and goes on behind K and V that its own
