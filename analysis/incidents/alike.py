@@ -30,6 +30,7 @@ ANOTHER_KIND: Final = 0.5  # what a bug counts for the kinds that cannot be told
 _LISTED: Final = 3
 _ALIKE: Final = 0.3  # what is less alike says nothing
 _SAID: Final = 3  # the kinds that are named, the likeliest
+_ABOUT: Final = 0.05  # what is no more likely than this is about as likely
 LEAST: Final = 0.15  # how likely the first is to be named at all
 
 
@@ -75,9 +76,15 @@ class KnownBugs:
         """
         sure = score >= CERTAIN
         chances = self.learnt.chances(traits | said_features(best, sure=sure), self.left_out)
-        # What the evidence says of where it went wrong holds; the others stand behind.
-        order = sorted(chances, key=lambda kind: branch not in ("", RULES[kind].branch))
-        return [(kind, min(chances[kind], score if sure and kind == best else POSSIBLE)) for kind in order[:_SAID]]
+        # What the evidence says of where it went wrong holds; the others stand behind. Of what is about as likely rules' comes first.
+        likeliest = {kind: chance + _ABOUT * (kind == best) for kind, chance in chances.items()}
+        order = sorted(chances, key=lambda kind: (branch not in ("", RULES[kind].branch), -likeliest[kind]))
+        said, most = list[tuple[str, float]](), 1.0
+        for kind in order[:_SAID]:
+            if not said or chances[kind] >= _ABOUT:
+                most = min(most, chances[kind], score if sure and kind == best else POSSIBLE if not said else 1.0)
+                said.append((kind, most))
+        return said
 
     @cached_property
     def _weighed(self) -> tuple[dict[str, int], Float64Array, Float64Array, Float64Array]:

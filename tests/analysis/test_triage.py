@@ -156,7 +156,7 @@ def test_incidents_are_cited(report):
     assert f"no incidents in this report yet: kvcanary incidents {folder}" in run("triage", folder).stdout
     assert run("incidents", folder).returncode == 0
     shown = run("triage", folder).stdout
-    assert "#1      Stale table entry (req_to_token), confidence high   from forward 18   1 request hit" in shown
+    assert "#1      Stale table entry (req_to_token), confidence medium   from forward 18   1 request hit" in shown
     assert f"why: kvcanary incidents {folder} --explain 1" in shown
     told = json.loads(run("triage", folder, "--json").stdout)
     assert told["num_incidents"] == 1

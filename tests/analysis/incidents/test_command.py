@@ -37,7 +37,7 @@ def test_a_replay_shows_and_keeps_its_incidents(replayed):
     result, report = replayed("table_swap")
     assert result.exit_code == 1, result.output
     assert "CORRUPT   1 incident, 36 violations, 1 of 8 requests hit" in result.output
-    assert "#1  Stale table entry   req_to_token, confidence high" in result.output
+    assert "#1  Stale table entry   req_to_token, confidence medium" in result.output
     assert "The table row of request long (row 2) pointed at slot 608" in result.output
     summary = json.loads((report / "summary.json").read_text())
     assert summary["num_incidents"] == 1
@@ -94,7 +94,7 @@ def test_the_command_finds_them_anew_and_explains(replayed):
     assert result.exit_code == 0, result.output
     assert "1 incident\n" in result.output
     assert "#1  A page was given back too early   free_too_early" in result.output
-    assert "or else     page_given_twice (0.25)" in result.output
+    assert "or else     page_given_twice (0.35)" in result.output
     assert (report / "incidents.parquet").is_file()
     explained = run("incidents", report, "--explain", 1).output
     assert "mechanism: A page is freed while its request still runs" in explained

@@ -115,7 +115,7 @@ def test_a_fault_is_one_incident_of_its_kind(found, any_report):
     rows = [row for rows in by_report for row in rows]
     row = min(rows, key=lambda row: row["time_ns"])
     assert [row["kind"] for row in rows] == [kind]
-    assert row["confidence"] != "low"
+    assert row["score"] >= 0.3  # of some kinds few bugs are known
     assert row["alternatives"][0] == kind
     assert row["alternative_scores"] == sorted(row["alternative_scores"], reverse=True)
     assert row["first_forward"] <= row["last_forward"]
