@@ -18,31 +18,33 @@ _UNKNOWN: Final = -1
 
 
 class StepKeys(NamedTuple):
-    """Where the tokens of a step find the keys of their requests among all `total` that a group's layers get, `[T]` each."""
+    """Where the tokens of a step find the keys of their requests among all `total` that a group's layers get, `[T]` each.
+
+    `first` is the first key of a token's request, `own` its own: -1 if its request has not as many keys as it ought to, of which
+    something else speaks.
+    """
 
     total: int
     requests: Int64Array
     positions: Int64Array
-    first: Int64Array  # the first key of its request
-    own: (
-        Int64Array  # its own key; -1 if its request has not as many keys as it ought to, of which something else speaks
-    )
+    first: Int64Array
+    own: Int64Array
 
 
 class Masks:
-    """What the tokens of a step see; `begin` says which step, `on_attention` is called as each layer's attention is."""
+    """What the tokens of a step see; `begin` says which step, `on_attention` is called as each layer's attention is.
+
+    `counts`: by group, at how many positions before its own each token looks, `[T]`. `off`: by how many keys that are not before
+    a window a token of each request sees more or less, `[bs]`.
+    """
 
     def __init__(self, layouts: Sequence[TransformersGroup]) -> None:
         self._layouts = [layout for layout in layouts if layout.allocator._copy_view.device.type == "cpu"]
         self._groups = {int(n): layout for layout in self._layouts for n in layout.allocator.layer_indices}
         self._keys: dict[int, StepKeys] = {}  # by group
         self._looked: set[tuple[Any, ...]] = set()
-        self.counts: dict[
-            int, Int64Array
-        ] = {}  # by group, at how many positions before its own each token looks, `[T]`
-        self.off = np.empty(
-            0, np.int64
-        )  # `[bs]` by how many keys that are not before a window a token sees more or less
+        self.counts: dict[int, Int64Array] = {}
+        self.off = np.empty(0, np.int64)
 
     def begin(self, io: Any, prefix: Int64Array, extend: Int64Array) -> None:
         """Take the step that is about to run: `[bs]` tokens in the cache, and of the step."""

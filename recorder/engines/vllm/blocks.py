@@ -200,9 +200,8 @@ class BlockHistory:
         used = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null}
         new, self._said = used - self._said, used
         for place, group in enumerate(self._groups):
-            self.record(
-                "alloc", group, [block for block in sorted(new) if self._last[block] == place], "", note=NOBODYS
-            )
+            mine = [block for block in sorted(new) if self._last[block] == place]
+            self.record("alloc", group, mine, "", note=NOBODYS)
 
     @beside
     def _on_skip(self, group: VllmGroup, name: str, *_args: Any, **_kwargs: Any) -> Around:
