@@ -47,16 +47,21 @@ class Incidents:
 
 
 def find_incidents(
-    report: Path, traces: Sequence[Path], *, max_places: int = MAX_HELD_PLACES, without: Collection[str] = ()
+    report: Path,
+    traces: Sequence[Path],
+    *,
+    max_places: int = MAX_HELD_PLACES,
+    without: Collection[str] = (),
+    known: KnownBugs | None = None,
 ) -> Incidents:
     """Find the incidents of a report, holding `max_places` places at most; `without` are kinds whose rules are left out.
 
-    `traces` are its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
+    `known` are the bugs that incidents are compared with, None for all. `traces` are its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
 
     Raise `AnalysisError` if the report's files are missing or damaged.
     """
     places = read_places(report, limit=max_places)
-    return incidents_of(report, places, gathered(traces, places), without)
+    return incidents_of(report, places, gathered(traces, places), without, known)
 
 
 def gathered(traces: Sequence[Path], places: Places) -> Facts | None:

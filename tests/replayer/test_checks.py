@@ -108,7 +108,10 @@ def test_checks_that_need_the_promise_are_silent_without_it_on_the_page() -> Non
     rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     without = {row[1].strip(" `"): row[-2].strip() for row in rows}
     for words, needs in (("silent", "complete"), ("the same with `allocator`, else silent", "allocator")):
-        assert {n for n, said in without.items() if said == words} == {n for n, c in CHECKS.items() if c.needs == needs}
+        named = {n for n, said in without.items() if said == words}
+        assert named == {n for n, c in CHECKS.items() if c.needs == needs} - {"slot_leaked"}
+    assert CHECKS["slot_leaked"].needs == "allocator"  # for a part of what it finds
+    assert without["slot_leaked"].startswith("if what allocators do is recorded: only ")
 
 
 def test_every_cause_is_known_and_documented() -> None:
