@@ -22,11 +22,10 @@ HANDED_IN: Final = "handed in"
 class Fact:
     """One thing that happened to a slot.
 
-    `what` is alloc, shared, cached, let_go (the cache has it alone now), nobodys (of whom
-    nobody knows, and not free), free, evict, written, padded (by a padding token),
-    copied (into it, in the pool),
-    loaded (from the host), not_loaded (though it was to be, as its bytes are what they were before), remapped (a full slot, `via`, that led to another sliding-window slot leads to it now), sent,
-    receiving, received, receive_failed, or changed (its bytes, without a write).
+    `what` is alloc, shared, cached, let_go (the cache has it alone now), nobodys (whose it is nobody knows, and it is not free),
+    free, evict, written, padded (by a padding token), copied (into it, in the pool), loaded (from the host), not_loaded (though
+    it was to be: its bytes are what they were before), remapped (a full slot, `via`, that led to another sliding-window slot
+    leads to it now), sent, receiving, received, receive_failed, or changed (its bytes, without a write).
     `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, a
     copy or load its source, and a load in `together` how often that was stored since what it held before was read. For a change `twin`
     names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event` that write's event,

@@ -56,7 +56,8 @@ def find_incidents(
 ) -> Incidents:
     """Find the incidents of a report, holding `max_places` places at most; `without` are kinds whose rules are left out.
 
-    `known` are the bugs that incidents are compared with, None for all. `traces` are its trace, or the segments of it; none if it is not at hand, which makes the kinds less certain.
+    `known` are the bugs that incidents are compared with, None for all. `traces` are its trace, or the segments of it; none if
+    it is not at hand, which makes the kinds less certain.
 
     Raise `AnalysisError` if the report's files are missing or damaged.
     """

@@ -69,7 +69,7 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
         if header.groups[number].runner == forward.runner:
             check_length(f"AttentionInput.prefix_counts[{number}]", len(counts), bs, "one for each of req_pool_indices")
             own, first = own_int64(counts), np.arange(bs, dtype=np.int64)
-            _add_window(forward, header.groups[number], number, RowCounts(first, forward.prefix_lens, own))
+            _add_window(forward, header.groups[number], number, LooksBack(first, forward.prefix_lens, own))
             live = forward.rows != 0
             forward.window_watched += bool(header.groups[number].window) and not (live & (own < 0)).any()
     for number, counts in given.token_counts.items():
@@ -78,7 +78,7 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
             name = f"AttentionInput.token_counts[{number}]"
             check_length(name, len(counts), requests.size, "one for each new token")
             positions = ragged_index(forward.prefix_lens, forward.new_lens)
-            _add_window(forward, header.groups[number], number, RowCounts(requests, positions, own_int64(counts)))
+            _add_window(forward, header.groups[number], number, LooksBack(requests, positions, own_int64(counts)))
     if not given.slots:
         return
     check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
@@ -96,15 +96,18 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
         forward.attention_watched |= ATTENTION_SLOTS
 
 
-class RowCounts(NamedTuple):
-    """At how many positions before its own each of some tokens looks."""
+class LooksBack(NamedTuple):
+    """At how many positions before its own each of some tokens looks, `[n]` each.
 
-    requests: Int64Array  # [n] ascending, numbered in the forward
-    positions: Int64Array  # [n]
-    counts: Int64Array  # [n] negative where it was not observed
+    `requests` ascend, as they are numbered in the forward; `counts` are negative where it was not observed.
+    """
+
+    requests: Int64Array
+    positions: Int64Array
+    counts: Int64Array
 
 
-def _add_window(forward: CopiedForward, group: PoolGroup, number: int, told: RowCounts) -> None:
+def _add_window(forward: CopiedForward, group: PoolGroup, number: int, told: LooksBack) -> None:
     """Add where tokens look at more or less before them than a group's window has, of each request the first such token."""
     requests, positions, counts = told
     whole = np.minimum(positions, group.window) if group.window else positions

@@ -42,11 +42,8 @@ def can_be_looked_at(scheduler: Any) -> bool:
     tree, mode = getattr(scheduler, "tree_cache", None), getattr(scheduler, "disaggregation_mode", None)
     said = all(hasattr(scheduler, name) for name in ("on_idle", "is_fully_idle"))
     said &= all(hasattr(tree, name) for name in ("session_records", "full_evictable_size", "full_protected_size"))
-    if (
-        not said
-        or str(getattr(mode, "value", mode)) not in ("null", "None")
-        or getattr(scheduler, "enable_hisparse", False)
-    ):
+    of_two = str(getattr(mode, "value", mode)) not in ("null", "None")
+    if not said or of_two or getattr(scheduler, "enable_hisparse", False):
         return False
     try:
         walker()(radix_cache=tree, unlocked_only=False)
