@@ -1,10 +1,10 @@
 """Measure what known bugs add to rules, round by round of the bugs that were held out: with those of earlier rounds alone.
 
-    python benchmarks/known_bugs.py [--first-round 20] [--plain]
+    python benchmarks/known_bugs.py [--first-round 20] [--plain] [--engines]
 
 Each round's first tries (data/corpus/held-out.json) are what the rules of that day said. From the bugs of earlier rounds, and
 those that the rules were written with, it is learnt how likely each kind is by what a bug looks like and by what rules say of it.
---plain leaves out the traits that were coded with the corpus at hand, later rounds among them: without them the figures are too
+With --engines from all bugs of the other engines, whatever their round. --plain leaves out the traits that were coded with the corpus at hand, later rounds among them: without them the figures are too
 low, with them too high.
 """
 
@@ -24,8 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-round", type=int, default=20)
     parser.add_argument("--plain", action="store_true", help="leave out traits that were coded with the corpus at hand")
+    parser.add_argument("--engines", action="store_true", help="learn each engine's from all the others'")
     options = parser.parse_args()
-    found = walk(options.first_round, plain=options.plain)
+    found = walk(options.first_round, plain=options.plain, engines=options.engines)
     print(
         f"rounds from {options.first_round} on{', plain traits' if options.plain else ''}, {len(found)} bugs that were found"
     )

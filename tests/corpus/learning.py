@@ -104,22 +104,27 @@ class Tried(NamedTuple):
     score: float
 
 
-def walk(first_round: int, *, plain: bool = False) -> list[Tried]:
+def walk(first_round: int, *, plain: bool = False, engines: bool = False) -> list[Tried]:
     """Return what is said of each bug that was held out, and that rules said something of, by what the rounds before it taught.
 
-    Its traits are those of today. `plain` leaves out those that were coded with the corpus at hand.
+    With `engines` by what all bugs of the other engines taught. Its traits are those of today; `plain` leaves out those that were
+    coded with the corpus at hand.
     """
     bugs, said, found = load(), json.loads(FIRST_TRY.read_text()), []
     rows = [row for row in known_bugs().rows if row["tracker"] == "" or row["name"] in bugs]
     if plain:
         rows = [row | {"traits": [t for t in row["traits"] if not t.startswith(CODED)]} for row in rows]
     round_of = {row["name"]: bugs[row["name"]].held_out if row["name"] in bugs else 0 for row in rows}
-    for number in range(first_round, max(round_of.values()) + 1):
-        earlier = tuple(row for row in rows if round_of[row["name"]] < number)
+    engine_of = {row["name"]: bugs[row["name"]].engine if row["name"] in bugs else "" for row in rows}
+    part_of: dict[str, Any] = engine_of if engines else round_of
+    for part in sorted({part_of[name] for name, number in round_of.items() if number >= first_round}):
+        earlier = tuple(
+            row for row in rows if (part_of[row["name"]] != part if engines else part_of[row["name"]] < part)
+        )
         known = KnownBugs(rows=earlier, learnt=learn(earlier))
         for row in rows:
-            first = said.get(row["name"])
-            if round_of[row["name"]] != number or first is None or not first["kind"]:
+            first, number = said.get(row["name"]), round_of[row["name"]]
+            if part_of[row["name"]] != part or number < first_round or first is None or not first["kind"]:
                 continue
             branch = next((t.removeprefix(BRANCH) for t in row["traits"] if t.startswith(BRANCH)), "")
             best = first["kind"] if first["kind"] in RULES else ""
