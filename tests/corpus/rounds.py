@@ -344,4 +344,12 @@ ROUND_NOTES = (
             "a part was never stored, keys rotated by another position, and an adapter that nobody had told the recorder of."
         ),
     ),
+    (
+        "015b9adb",
+        (
+            "Chosen as those of the rounds before, in vLLM, SGLang and transformers, each but one in a setup that the corpus did not have. One was wrong with 0.73: a load that did not "
+            "come, whose bytes another request had loaded rightly, for one that landed there. Two were found clean: SGLang's keys turned by other angles for a whole batch, and what "
+            "its layers with a window read."
+        ),
+    ),
 )

@@ -444,7 +444,10 @@ def generate(setup: str, folder: Path) -> None:
         setup == "hybrid-turns"
     ):  # without a bug this attention needs slots that its sliding pool does not have, and ends
         os.environ["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
-    if setup == "hybrid-page4-inside":  # what lies in front of a window stays for those who leave a prompt there
+    if setup in (
+        "hybrid-page4-inside",
+        "hybrid-page2-ring",
+    ):  # what lies in front of a window stays for those who leave a prompt there
         os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
     if "uneven" in setup:
         tell_layers_apart()
@@ -581,6 +584,8 @@ def generate(setup: str, folder: Path) -> None:
             salts["lora_path"] = [("outputs", "first", "second")[(i // 2 + i % 2) % 3] for i in range(len(batch))]
         if setup == "llama-lora-page4":  # neighbours have different ones, and others of the batch have the same again
             salts["lora_path"] = [("first", "second", "first", None, "second")[i % 5] for i in range(len(batch))]
+        if setup == "llama-lora-page2-tenants":
+            salts["lora_path"] = [("first", None, "second", "second")[i % 4] for i in range(len(batch))]
         if setup == "llama-lora-page4-apart":
             salts["lora_path"] = [("first", "second", None, "first")[(i + number) % 4] for i in range(len(batch))]
         if setup == "llama-host-storage":  # another tenant goes on behind what the first one has asked

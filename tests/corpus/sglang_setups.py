@@ -464,6 +464,42 @@ def _llama_page2_many(ask: Asked) -> None:
     ask.again = [ask.tokens(22), ask.prompts[0] + ask.tokens(7), ask.prompts[1][:20] + ask.tokens(9)]
 
 
+def _llama_page8_lengths(ask: Asked) -> None:
+    """Prompts of one chunk beside such of two and three, some of which others go on behind."""
+    ask.prompts = [ask.tokens(count) for count in (24, 57, 13, 90)]
+    ask.again = [ask.prompts[0] + ask.tokens(9), ask.tokens(33), ask.prompts[3][:72] + ask.tokens(6)]
+
+
+def _llama_host_halves_twice_storage(ask: Asked) -> None:
+    """Prompts of more than a chunk, one at a time, which come back twice when others have taken their slots."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(42, 58)) for _ in range(5)]
+
+
+def _hybrid_page2_ring(ask: Asked) -> None:
+    """Prompts of one chunk and of two, and others that leave them on the way."""
+    ask.prompts = [ask.tokens(count) for count in (37, 28, 12)]
+    ask.again = [
+        ask.prompts[0][:26] + ask.tokens(9),
+        ask.tokens(23),
+        ask.prompts[1][:20] + ask.tokens(7),
+        ask.prompts[0] + ask.tokens(4),
+    ]
+
+
+def _llama_lora_page2_tenants(ask: Asked) -> None:
+    """Prompts of two tenants and of one without an adapter, some of which are gone on with."""
+    ask.prompts = [ask.tokens(count) for count in (21, 35, 14, 27)]
+    ask.again = [ask.prompts[0] + ask.tokens(6), ask.tokens(19), ask.prompts[2] + ask.tokens(8), ask.prompts[3]]
+
+
+def _llama_page4_clones_no_tree(ask: Asked) -> None:
+    """Prompts that are answered twice and three times at once, beside others."""
+    ask.prompts = [ask.tokens(count) for count in (18, 29, 11)]
+    ask.prompts = [ask.prompts[0], ask.prompts[1], ask.prompts[1], ask.prompts[2]]
+    twice = ask.tokens(23)
+    ask.again = [twice, ask.tokens(15), twice, twice]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -571,6 +607,11 @@ SETUPS = {
     "llama-page4-turns": Setup("llama", 4, 412, False, 3, False, then=_llama_page4_turns),
     "llama-page2-many": Setup("llama", 2, 640, False, 3, False, then=_llama_page2_many),
     "recurrent-resumed-retract-no-tree": Setup("lfm2", 1, 428, False, 3, True, then=_recurrent_resumed_retract_no_tree),
+    "llama-page8-lengths": Setup("llama", 8, 560, False, 3, False, then=_llama_page8_lengths),
+    "llama-host-halves-twice-storage": Setup("llama", 4, 160, False, 2, False, then=_llama_host_halves_twice_storage),
+    "hybrid-page2-ring": Setup("mellum_hybrid", 2, 452, False, 3, False, then=_hybrid_page2_ring),
+    "llama-lora-page2-tenants": Setup("llama", 2, 432, False, 3, False, then=_llama_lora_page2_tenants),
+    "llama-page4-clones-no-tree": Setup("llama", 4, 420, False, 4, False, then=_llama_page4_clones_no_tree),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -606,4 +647,9 @@ TELLING = (
     "llama-page4-turns",
     "recurrent-resumed-retract-no-tree",
     "llama-page2-many",
+    "llama-page8-lengths",
+    "llama-host-halves-twice-storage",
+    "hybrid-page2-ring",
+    "llama-lora-page2-tenants",
+    "llama-page4-clones-no-tree",
 )

@@ -321,6 +321,55 @@ def own_requests(setup: str) -> list:
             ask("e", random_prompt(311, 18) + random_prompt(314, 8), 14, 20),
             ask("f", system + random_prompt(315, 9), 12, 28),
         ]
+    if setup == "hybrid-long-chunks":  # of chunks that are longer than the window, alone and beside others
+        return [
+            ask("a", random_prompt(320, 131), 18),
+            ask("b", random_prompt(321, 24), 26, 1),
+            ask("c", random_prompt(322, 98), 20, 9),
+            ask("d", random_prompt(323, 167), 12, 16),
+        ]
+    if setup == "offload-qwen-store":  # some of which begin alike and come together, behind one that has been stored
+        return [
+            ask("a", system + random_prompt(330, 15), 9),
+            ask("b", random_prompt(331, 29), 30, 2),
+            ask("c", system + random_prompt(332, 10), 16, 14),
+            ask("d", system + random_prompt(333, 6), 18, 14),
+            ask("e", random_prompt(334, 19), 12, 17),
+        ]
+    if setup == "offload-qwen-behind-hits":  # of which the front is hit and the rest lies on the host
+        long = random_prompt(340, 58)
+        return [
+            ask("a", long[:25], 12),
+            ask("b", random_prompt(341, 17), 34, 1),
+            ask("c", long, 10, 3),
+            ask("d", long[:50] + random_prompt(342, 9), 18, 18),
+            ask("e", long + random_prompt(343, 6), 14, 24),
+        ]
+    if setup == "offload-transfers":  # that grow until some give way, one of which is sent away on its way back
+        return [
+            ask("a", random_prompt(350, 19), 44),
+            ask("b", random_prompt(351, 24), 40, 1),
+            ask("c", random_prompt(352, 16), 42, 3),
+            ask("d", random_prompt(353, 27), 30, 8),
+            ask("e", random_prompt(354, 13), 26, 20),
+            ask("f", random_prompt(355, 21), 20, 59),
+        ]
+    if setup == "qwen-recycled":  # that come to where shorter ones have left off, and are computed in several chunks
+        return [
+            ask("a", random_prompt(360, 20), 8),
+            ask("b", random_prompt(361, 13), 15),
+            ask("c", random_prompt(362, 34), 40, 2),
+            ask("d", random_prompt(363, 77), 14, 11),
+            ask("e", random_prompt(364, 91), 12, 19),
+            ask("f", random_prompt(365, 58), 10, 31),
+        ]
+    if setup == "llama-capped":  # that share their chunks with the decodes of others
+        return [
+            ask("a", random_prompt(370, 14), 38),
+            ask("b", random_prompt(371, 62), 20, 3),
+            ask("c", random_prompt(372, 22), 26, 8),
+            ask("d", random_prompt(373, 105), 14, 14),
+        ]
     return []
 
 
@@ -506,6 +555,159 @@ def adapters(of: dict[str, int]) -> None:
     cache_allocator.compute_block_hash = compute_block_hash
 
 
+KEPT: dict[int, int] = {}  # by the key of a block, the host's block in which it is kept
+
+
+def kept_blocks(keys: list[int], hit: int) -> list[int]:
+    """Return the host's blocks for all of a prompt's, of which the first `hit` are those that the device has, too."""
+    return [KEPT[key] for key in keys]
+
+
+def keeps_on_host(of: set[str], front: int) -> None:
+    """Have the full blocks of some requests kept on the host when they have ended, those behind the first `front` of them
+    no longer on the device, and loaded by whoever begins alike.
+    """
+    from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+    from transformers.generation.continuous_batching.requests import RequestStatus
+    from transformers.generation.continuous_batching.scheduler import Scheduler
+
+    begin, finish, infer = OffloadingManager.__init__, Scheduler.finish_request, Scheduler._infer_request_tokens
+    restore, managers = OffloadingManager.restore_scheduled_requests, []
+    hits: dict[str, int] = {}
+
+    def keys_of(tokens: list[int], size: int) -> list[int]:
+        keys: list[int] = []
+        for end in range(size, len(tokens) + 1, size):
+            keys.append(cache_allocator.compute_block_hash(keys[-1] if keys else None, tokens[end - size : end]))
+        return keys
+
+    def initialize(manager, *args, **kwargs) -> None:
+        begin(manager, *args, **kwargs)
+        managers.append(manager)
+        free = manager._cpu_pool.free_blocks
+        manager._cpu_pool.free_blocks = lambda index, ids: free(index, [b for b in ids if b not in KEPT.values()])
+
+    def finish_request(scheduler, request_id: str) -> None:
+        state, manager = scheduler.active_requests.get(request_id), managers[-1]
+        if request_id in of and state is not None and state.status == RequestStatus.FINISHED:
+            ((name, allocator),) = scheduler.cache.cache_allocators.items()
+            tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
+            keys, table = keys_of(tokens, allocator.tokens_per_page), allocator.block_table[request_id]
+            if request_id in manager._offload_to_cpu([state], {request_id: {name: table[: len(keys)]}}):
+                KEPT.update(zip(keys, manager._request_id_to_cpu_blocks.pop(request_id)[name], strict=True))
+            state.is_cpu_offloaded = False
+            allocator.block_table[request_id] = table[front:]
+            allocator.free_blocks(request_id, no_cache=True)
+            allocator.block_table[request_id] = table[:front]
+        finish(scheduler, request_id)
+
+    def infer_request_tokens(scheduler, state, *args) -> list[int]:
+        fresh = state.status == RequestStatus.PENDING and not state.is_cpu_offloaded and not state.position_offset
+        tokens = infer(scheduler, state, *args)
+        ((name, allocator),) = scheduler.cache.cache_allocators.items()
+        size = allocator.tokens_per_page
+        keys, hit = keys_of(state.initial_tokens[:-1], size), state.position_offset // size
+        while keys and keys[-1] not in KEPT:
+            keys.pop()
+        if not fresh or len(keys) <= hit:
+            return tokens
+        hits[state.request_id], state.is_cpu_offloaded = hit, True
+        managers[-1]._request_id_to_cpu_blocks[state.request_id] = {name: kept_blocks(keys, hit)}
+        state.position_offset, state.remaining_prefill_tokens = (
+            len(keys) * size,
+            state.initial_tokens[len(keys) * size :],
+        )
+        return state.remaining_prefill_tokens
+
+    def restore_scheduled_requests(manager, requests_in_batch) -> None:
+        restore(manager, requests_in_batch)
+        for future in requests_in_batch:
+            for name in manager.cache.cache_allocators:
+                hit = hits.pop(future.state.request_id, 0)
+                if hit:  # which were entered long ago
+                    future.complete_blocks[name] -= hit
+
+    OffloadingManager.__init__, Scheduler.finish_request = initialize, finish_request
+    Scheduler._infer_request_tokens = infer_request_tokens
+    OffloadingManager.restore_scheduled_requests = restore_scheduled_requests
+
+
+def may_leave(landed: bool) -> bool:
+    """Return whether a request that was sent away gives its pages back, by whether what is sent to them has landed."""
+    return landed
+
+
+def land(processor, blocks: list[int], sent) -> None:
+    """Have what was sent land where it was sent to."""
+    (allocator,) = processor.cache.cache_allocators.values()
+    allocator._copy_view[blocks] = sent
+
+
+def loads_take(steps: int) -> None:
+    """Have what comes back from the host take some steps, and who comes back first sent away while it is on its way."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+    from transformers.generation.continuous_batching.scheduler import Scheduler
+
+    prepare, waiting = ContinuousBatchProcessor.prepare_next_batch, Scheduler._get_waiting_candidates
+    now, managers, sent_away = [0], [], []
+    on_its_way: dict[str, tuple] = {}  # when it began, where it goes, and what
+    arrived: set[str] = set()
+
+    def begins(scheduler, state) -> bool:
+        if not scheduler.cache.can_store_request_tokens(state, 1):
+            return False
+        ((name, allocator),) = scheduler.cache.cache_allocators.items()
+        stored = managers[-1]._request_id_to_cpu_blocks[state.request_id][name]
+        blocks = allocator.block_table[state.request_id][: len(stored)]
+        on_its_way[state.request_id] = (now[0], blocks, managers[-1]._cpu_views[name][stored[: len(blocks)]].clone())
+        return True
+
+    def waiting_candidates(scheduler) -> list:
+        (allocator,) = scheduler.cache.cache_allocators.values()
+        ready = []
+        for state in waiting(scheduler):
+            name = state.request_id
+            if not state.is_cpu_offloaded or (name in arrived and name in allocator.block_table):
+                ready.append(state)
+            elif name not in on_its_way and begins(scheduler, state):
+                arrived.discard(name)
+                sent_away[:] = sent_away or [name]
+        return ready
+
+    def prepare_next_batch(processor) -> bool:
+        managers[:] = [processor.offloading_manager]
+        for name, (begun, blocks, sent) in list(on_its_way.items()):
+            state, landed = processor.scheduler.waiting_requests.get(name), now[0] >= begun + steps
+            if state is not None and name in sent_away and now[0] > begun and may_leave(landed):
+                processor.scheduler.set_request_cancellation(name)
+                processor.output_router.deliver(state.to_generation_output())
+            if landed:
+                if state is None:
+                    land(processor, blocks, sent)
+                arrived.add(name)
+                del on_its_way[name]
+        ready = prepare(processor)
+        now[0] += 1
+        return ready
+
+    ContinuousBatchProcessor.prepare_next_batch = prepare_next_batch
+    Scheduler._get_waiting_candidates = waiting_candidates
+
+
+def by_address() -> None:
+    """Have free pages given out from the lowest on."""
+    from transformers.generation.continuous_batching.cache_allocators import CachePool
+
+    reset = CachePool.reset
+
+    def from_the_lowest(pool) -> None:
+        reset(pool)
+        pool.free_sectors.reverse()
+
+    CachePool.reset = from_the_lowest
+
+
 def generate(setup: str, folder: Path) -> None:
     """Run seeded requests, some of which share a prefix, through the engine."""
     import driver
@@ -634,11 +836,29 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "qwen-adapters":
         batching = {"num_blocks": 82, "max_batch_tokens": 42}
         adapters(ADAPTERS)
+    if setup == "hybrid-long-chunks":
+        batching = {"num_blocks": 90, "max_batch_tokens": 58}
+    if setup == "offload-qwen-store":
+        batching |= {"num_blocks": 46, "max_batch_tokens": 48}
+        keeps_on_host({"a"}, 0)
+    if setup == "offload-qwen-behind-hits":
+        batching |= {"num_blocks": 54, "max_batch_tokens": 44}
+        keeps_on_host({"c"}, 3)
+    if setup == "offload-transfers":
+        batching |= {"num_blocks": 17, "max_batch_tokens": 38}
+        loads_take(4)
+    if setup == "qwen-recycled":
+        batching = {"num_blocks": 36, "max_batch_tokens": 36}
+        by_address()
+    if setup == "llama-capped":
+        batching = {"num_blocks": 58, "max_batch_tokens": 30}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
     sharp += ("qwen-refit", "qwen-one-left", "offload-hybrid-shorter", "offload-stages")
     sharp += ("qwen-adapters",)
+    sharp += ("hybrid-long-chunks", "offload-qwen-store", "offload-qwen-behind-hits", "offload-transfers")
+    sharp += ("qwen-recycled", "llama-capped")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

@@ -7,7 +7,9 @@ import json
 import os
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -36,8 +38,8 @@ def fired_in(forward: list[int]):
     return fired
 
 
-def generate(setup: str, folder: Path) -> None:
-    """Start the engine, let it answer seeded random prompts, some of which share a prefix, and shut it down."""
+def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
+    """Start the engine, with `more` arguments, let it answer seeded random prompts, some of which share a prefix, and shut it down."""
     from vllm import LLM, SamplingParams
 
     chosen = SETUPS[setup]
@@ -73,7 +75,7 @@ def generate(setup: str, folder: Path) -> None:
         max_model_len=256,
         seed=1,
         enable_prefix_caching=True,
-        **{**defaults, **arguments},
+        **{**defaults, **arguments, **more},
     )
     if (
         setup == "recurrent-tails"
@@ -177,7 +179,7 @@ def generate(setup: str, folder: Path) -> None:
         if setup == "llama-aborts":
             outputs += with_aborts(llm, number, given, sampling)
             continue
-        if setup == "llama-loads-aborts":
+        if setup in ("llama-loads-aborts", "qwen-loads-leaves"):
             outputs += with_an_abort_while_it_loads(llm, number, given, sampling)
             continue
         if setup == "llama-lora-added":
@@ -413,8 +415,8 @@ def adapter(folder: Path, number: int, called: str = "tenant", seed: int = 0) ->
     return LoRARequest(called, number, str(place))
 
 
-def run(name: str, folder: Path) -> int:
-    """Run one bug, or a setup without any; return the exit status."""
+def start(name: str, folder: Path, more: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """Start one bug, or a setup without any, with `more` arguments for the engine; return the process id."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def act() -> None:
@@ -426,14 +428,13 @@ def run(name: str, folder: Path) -> int:
         if bug is not None:
             bug.patch(fired_in([]))
         try:
-            generate(bug.setup if bug is not None else name.removeprefix("clean:"), folder)
+            generate(bug.setup if bug is not None else name.removeprefix("clean:"), folder, more)
         finally:
             for attachment in hooks.attachments:
                 for recorder in attachment.recorders():
                     recorder.close()
 
-    pid = fork(folder / "log", act, {"KVCANARY_TRACE": str(folder / "traces")})
-    return wait_for(pid, 240.0)
+    return fork(folder / "log", act, {"KVCANARY_TRACE": str(folder / "traces")})
 
 
 if __name__ == "__main__":
@@ -449,4 +450,4 @@ if __name__ == "__main__":
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     import_engine()
     for one in sys.argv[2:]:
-        print(one, run(one, Path(sys.argv[1]) / one.replace(":", "-")), flush=True)
+        print(one, wait_for(start(one, Path(sys.argv[1]) / one.replace(":", "-")), 240.0), flush=True)

@@ -62,6 +62,12 @@ TELLING = (
     "qwen-loads-fresh",
     "delta-waits",
     "qwen-rows",
+    "qwen-uploads",
+    "sliding-eagle-hits",
+    "hybrid-interleaved",
+    "hybrid-bursts",
+    "qwen-ngram-tails",
+    "qwen-loads-leaves",
 )
 
 
@@ -1426,4 +1432,98 @@ def _qwen_rows(ask: Asked) -> Batches:
     return [
         [ask.tokens(43), ask.shared + ask.tokens(2), ask.tokens(27)],
         [ask.shared + ask.tokens(14), ask.tokens(53), ask.tokens(30)],
+    ]
+
+
+@setup("qwen-uploads", "qwen", {"max_num_batched_tokens": 52, "num_gpu_blocks_override": 22, "max_num_seqs": 3})
+def _qwen_uploads(ask: Asked) -> Batches:
+    """Prompts of up to four chunks, and of one, in blocks that others have had before."""
+    return [
+        [ask.tokens(157), ask.shared + ask.tokens(9), ask.tokens(31)],
+        [ask.tokens(140), ask.tokens(118), ask.tokens(26)],
+        [ask.shared + ask.tokens(77), ask.tokens(129)],
+    ]
+
+
+@setup(
+    "sliding-eagle-hits",
+    "sliding",
+    {**EAGLE, "block_size": 64, "max_num_batched_tokens": 172, "num_gpu_blocks_override": 44, "max_num_seqs": 3},
+)
+def _sliding_eagle_hits(ask: Asked) -> Batches:
+    """Prompts of two blocks, each longer than a window, with drafts behind them, that are asked again with other ends."""
+    longer = [ask.shared + ask.tokens(76), ask.tokens(139), ask.tokens(29)]
+    return [
+        longer,
+        [longer[0][:133] + ask.tokens(18), ask.tokens(47), longer[1] + ask.tokens(10)],
+        [longer[0] + ask.tokens(21), longer[1][:130] + ask.tokens(12)],
+    ]
+
+
+@setup(
+    "hybrid-interleaved",
+    "hybrid",
+    {
+        "long_prefill_token_threshold": 64,
+        "max_num_batched_tokens": 164,
+        "num_gpu_blocks_override": 88,
+        "max_num_seqs": 3,
+    },
+)
+def _hybrid_interleaved(ask: Asked) -> Batches:
+    """Prompts that are computed side by side, each in chunks of two blocks, and a short one."""
+    return [
+        [ask.tokens(206), ask.shared + ask.tokens(102), ask.tokens(30)],
+        [ask.tokens(151), ask.tokens(194)],
+    ]
+
+
+@setup(
+    "hybrid-bursts",
+    "hybrid",
+    {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 90, "max_num_seqs": 2},
+)
+def _hybrid_bursts(ask: Asked) -> Batches:
+    """Prompts of several chunks, each of which is twice as long as the window, and short ones."""
+    return [
+        [ask.tokens(214), ask.tokens(27)],
+        [ask.shared + ask.tokens(125), ask.tokens(41)],
+        [ask.shared + ask.tokens(15), ask.tokens(178)],
+    ]
+
+
+@setup(
+    "qwen-ngram-tails",
+    "qwen",
+    {
+        **NGRAM,
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 108,
+        "num_gpu_blocks_override": 32,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_ngram_tails(ask: Asked) -> Batches:
+    """Prompts that another engine has computed but for their last token, and others beside them."""
+    longer = [ask.shared[:65], ask.tokens(8) * 5, ask.tokens(97)]
+    return [longer, [longer[2], longer[0]], [longer[0][:33], ask.tokens(5) * 9, longer[2][:65]]]
+
+
+@setup(
+    "qwen-loads-leaves",
+    "qwen",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "max_num_batched_tokens": 180,
+        "num_gpu_blocks_override": 12,
+        "max_num_seqs": 4,
+    },
+)
+def _qwen_loads_leaves(ask: Asked) -> Batches:
+    """Prompts: one that waits for what it loads and is left, and one that waits for room behind two that run."""
+    first = ask.shared + ask.tokens(13)
+    return [
+        [first, ask.tokens(29), ask.tokens(45)],
+        [first + ask.tokens(3), ask.tokens(118), ask.tokens(50), ask.tokens(151)],
+        [ask.tokens(38), first[:66] + ask.tokens(9)],
     ]

@@ -1,0 +1,159 @@
+"""Runs the corpus's bugs of vLLM on a GPU, as many beside one another as there is room for, and judges what was recorded.
+
+    python tests/corpus/on_gpu.py FOLDER --seconds 540 --at-once 12     # there, with the vLLM that runs on it
+    python tests/corpus/on_gpu.py FOLDER --judge                        # here: replays the traces in FOLDER
+
+The patches are those that were written for the CPU; what they do to the scheduler, the block pool and the block tables is the
+same. Those that name what the CPU alone has are left out. Each setup runs without a bug, too.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from inspect import getsource
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CONFORMANCE = HERE.parent / "conformance"
+sys.path[:0] = [str(HERE), str(CONFORMANCE / "vllm"), str(CONFORMANCE)]
+
+from bugs import BUGS, load  # noqa: E402
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that the CPU's is made of
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "KVCANARY_COMPRESSION": "zstd",
+}
+OF_THE_CPU = re.compile(r"CPU|cpu_attn|cpu_model_runner|cpu_worker")
+NOT_THERE = ("mla", "qwen3_next")  # of which the vLLM that runs there has no kernels
+A_RUN_S = 150.0
+
+
+def engine_arguments(setup: str) -> dict[str, Any]:
+    """Return what the engine is given on a GPU, where heads of 32 are Triton's, and others run beside it."""
+    from vllm_setups import SETUPS
+
+    backend = "TRITON_MLA" if SETUPS[setup].model == "mla" else "TRITON_ATTN"
+    return {
+        "dtype": "bfloat16",
+        "attention_config": {"backend": backend},
+        "gpu_memory_utilization": 0.02,
+        "kv_cache_memory_bytes": 1 << 28,
+    }
+
+
+def runs(seed: int) -> list[str]:
+    """Return bugs and setups by turns, in a random order."""
+    from vllm_setups import SETUPS
+
+    bugs = [bug for bug in load("vllm").values() if not OF_THE_CPU.search(getsource(bug.patch))]
+    bugs = [bug for bug in bugs if SETUPS[bug.setup].model not in NOT_THERE]
+    random.Random(seed).shuffle(bugs)
+    names: dict[str, None] = {}
+    for bug in bugs:
+        names |= dict.fromkeys((f"clean:{bug.setup}", bug.trace))
+    return list(names)
+
+
+def record(folder: Path, names: list[str], at_once: int, seconds: float) -> None:
+    """Run engines until all have run or the time is over; keep each one's trace, answers, and log if it failed."""
+    import vllm.v1.worker.gpu_worker  # noqa: F401
+    import vllm_engine
+    from vllm import LLM  # noqa: F401
+
+    deadline, running, left = time.monotonic() + seconds, dict[int, tuple[str, float]](), list(names)
+    place = Path(os.environ.get("TMPDIR", "/tmp")) / "corpus"
+    folder.mkdir(parents=True, exist_ok=True)
+    while running or (left and time.monotonic() < deadline):
+        while left and len(running) < at_once and time.monotonic() < deadline:
+            name = left.pop(0)
+            setup = load("vllm")[name].setup if ":" not in name else name.removeprefix("clean:")
+            pid = vllm_engine.start(name, place / name.replace(":", "-"), engine_arguments(setup))
+            running[pid] = (name, time.monotonic() + A_RUN_S)
+        for pid, (name, until) in list(running.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done and time.monotonic() > min(until, deadline + 30):
+                os.killpg(pid, 9)
+                done, status = os.waitpid(pid, 0)
+            if done:
+                del running[pid]
+                keep(place / name.replace(":", "-"), folder, os.waitstatus_to_exitcode(status))
+        time.sleep(0.05)
+    print(f"{len(names) - len(left)} of {len(names)} runs")
+
+
+def keep(run: Path, folder: Path, status: int) -> None:
+    """Keep what a run left: its trace, its answers, and the end of its log if it failed."""
+    for trace in sorted((run / "traces").glob("*.arrow"))[:1]:
+        shutil.copyfile(trace, folder / f"{run.name}.arrow")
+    if (run / "tokens.json").exists():
+        shutil.copyfile(run / "tokens.json", folder / f"{run.name}.json")
+    if status:
+        (folder / f"{run.name}.log").write_text((run / "log").read_text(errors="replace")[-3000:])
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def judge(folder: Path) -> None:
+    """Replay what was recorded; print what each is found to be."""
+    from run import look, outcome
+
+    load("vllm")
+    for path in sorted(folder.glob("clean-*.arrow")):
+        _, summary, found, _ = look(path)
+        print(f"{path.stem}: {summary.verdict.value} {[row['kind'] for row in found.rows]}", flush=True)
+    counts = {"effective": 0, "found": 0, "right": 0, "sure": 0, "wrong and sure": 0}
+    for path in sorted(folder.glob("vllm-*.arrow")):
+        bug = BUGS[path.stem]
+        one = outcome(bug, folder)
+        said, usual = (folder / f"{name}.json" for name in (path.stem, f"clean-{bug.setup}"))
+        changed = said.exists() and usual.exists() and said.read_text() != usual.read_text()
+        print(
+            f"{path.stem}: {one.kind or 'nothing'} {one.score:.2f} in {one.found} of {one.reads}, "
+            f"{'answers changed' if changed else 'same answers'}, {bug.kinds}, {one.seen_by}",
+            flush=True,
+        )
+        if one.reads >= 0 and bug.recorded:
+            sure = one.score >= 0.7
+            for key, holds in zip(
+                counts, (True, 0 <= one.found <= one.reads, one.right, sure, sure and not one.right), strict=True
+            ):
+                counts[key] += holds
+    print(json.dumps(counts))
+
+
+def main() -> None:
+    """Record on this machine, or judge what another one recorded."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--only", default="", help="bugs, and clean runs, whose name contains this")
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--at-once", type=int, default=12)
+    parser.add_argument("--skip", nargs="*", default=(), help="what need not run")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.judge:
+        judge(options.folder)
+        return
+    if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
+        paths = [str(HERE), str(CONFORMANCE / "vllm"), os.environ.get("PYTHONPATH", "")]
+        told = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+        os.execve(sys.executable, [sys.executable, *sys.argv], told)
+    names = [name for name in runs(options.seed) if options.only in name and name not in options.skip]
+    record(options.folder, names, options.at_once, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
