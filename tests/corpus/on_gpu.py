@@ -50,7 +50,7 @@ def engine_arguments(setup: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "attention_config": {"backend": backend},
         "gpu_memory_utilization": 0.02,
-        "kv_cache_memory_bytes": 1 << 28,
+        "kv_cache_memory_bytes": 1 << 29,
     }
 
 
@@ -67,11 +67,20 @@ def runs(seed: int) -> list[str]:
     return list(names)
 
 
+def setup_of(name: str) -> str:
+    """Return the setup of a run."""
+    return name.removeprefix("clean:") if ":" in name else load("vllm")[name].setup
+
+
 def record(folder: Path, names: list[str], at_once: int, seconds: float) -> None:
     """Run engines until all have run or the time is over; keep each one's trace, answers, and log if it failed."""
     import vllm.v1.worker.gpu_worker  # noqa: F401
     import vllm_engine
     from vllm import LLM  # noqa: F401
+
+    vars(sys.modules["__main__"])["adapter"] = (
+        vllm_engine.adapter
+    )  # which a patch asks for, of the program that runs it
 
     deadline, running, left = time.monotonic() + seconds, dict[int, tuple[str, float]](), list(names)
     place = Path(os.environ.get("TMPDIR", "/tmp")) / "corpus"
@@ -79,8 +88,7 @@ def record(folder: Path, names: list[str], at_once: int, seconds: float) -> None
     while running or (left and time.monotonic() < deadline):
         while left and len(running) < at_once and time.monotonic() < deadline:
             name = left.pop(0)
-            setup = load("vllm")[name].setup if ":" not in name else name.removeprefix("clean:")
-            pid = vllm_engine.start(name, place / name.replace(":", "-"), engine_arguments(setup))
+            pid = vllm_engine.start(name, place / name.replace(":", "-"), engine_arguments(setup_of(name)))
             running[pid] = (name, time.monotonic() + A_RUN_S)
         for pid, (name, until) in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -138,10 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--judge", action="store_true")
-    parser.add_argument("--only", default="", help="bugs, and clean runs, whose name contains this")
+    parser.add_argument("--only", default="", help="runs whose name, or whose setup's, contains this")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--at-once", type=int, default=12)
-    parser.add_argument("--skip", nargs="*", default=(), help="what need not run")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.judge:
@@ -151,7 +158,7 @@ def main() -> None:
         paths = [str(HERE), str(CONFORMANCE / "vllm"), os.environ.get("PYTHONPATH", "")]
         told = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         os.execve(sys.executable, [sys.executable, *sys.argv], told)
-    names = [name for name in runs(options.seed) if options.only in name and name not in options.skip]
+    names = [name for name in runs(options.seed) if options.only in name or options.only in setup_of(name)]
     record(options.folder, names, options.at_once, options.seconds)
 
 

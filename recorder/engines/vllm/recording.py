@@ -58,7 +58,7 @@ class VllmRecording:
         self.wraps = Wraps()  # of the engine's parts
         self.layout = layout = VllmLayout(runner, settings)
         members = members_of(runner, layout)
-        storages = {member.storage for member in members if member.storage is not None}
+        storages = {one for member in members for one in (member.storage, member.landed) if one is not None}
         if storages:
             layout.keeps_elsewhere(*(storage.num_pages for storage in storages))
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))

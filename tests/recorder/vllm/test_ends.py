@@ -1,13 +1,13 @@
 """What a device looks at of both ends of a connector's copies: rows here, parts of rows there, a hash once it is asked for."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from kvcanary.kernels.ops.end_hash.reference import end_hashes
-from kvcanary.recorder.engines.common.copy_bounds import MAX_LOOKED_AT
+from kvcanary.recorder.engines.vllm.connectors import ends as connector_ends
 from kvcanary.recorder.engines.vllm.connectors.ends import DeviceEnds, Page
 
 EACH, SIZES = 2, (64, 12)
@@ -56,14 +56,12 @@ def test_both_ends_of_a_copy_that_is_right_have_one_hash() -> None:
     assert there.of([1]).of([0]).read().tolist() == [expected[1]]
 
 
-@pytest.mark.parametrize("why", ["another group", "too many", "other sizes", "no words", "no rows"])
+@pytest.mark.parametrize("why", ["another group", "other sizes", "no words", "no rows"])
 def test_what_cannot_be_read_has_none(why: str) -> None:
     storage: Any = Storage()
     wanted = pages((3, (1, 1)))
     if why == "another group":
         wanted = [Page(GROUPS[1], 3, (1, 1))]
-    elif why == "too many":
-        wanted *= MAX_LOOKED_AT // (2 * 4096) + 1
     elif why == "other sizes":
         storage.there = storage.there[:1]
     elif why == "no words":
@@ -72,3 +70,42 @@ def test_what_cannot_be_read_has_none(why: str) -> None:
         storage = SimpleNamespace()
     ends = DeviceEnds(storage, LAYOUT)
     assert not ends.here(wanted).read().any() and not ends.there(wanted).read().any()
+
+
+def test_of_too_many_blocks_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_ends, "MAX_LOOKED_AT", 2 * sum(SIZES) + 1)
+    storage: Any = Storage()
+    found = DeviceEnds(storage, LAYOUT).here(pages((3, (1, 1)), (5, (2, 0)), (1, (0, 1)))).read()
+    assert found.tolist() == [*end_hashes([part.numpy()[[3, 5]] for part in storage.here]).tolist(), 0]
+
+
+def test_of_a_storage_that_is_not_read_a_large_block_is_looked_at_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_ends, "MAX_SEEN_BYTES", 2 * 128)  # two parts of 32 words
+    rows = [torch.zeros((3, 512), dtype=torch.uint8) for _ in range(2)]
+    ends = DeviceEnds(cast("Any", SimpleNamespace(rows_here=lambda _: rows)), LAYOUT)
+    assert ends.here(pages((1, (0, 0)))).read().tolist() == [ends.zeros(GROUPS[0])]
+    rows[1][1, 64:256] = rows[1][2, 320:] = 7  # between the pieces that are looked at
+    assert ends.here(pages((1, (0, 0)), (2, (0, 0)))).read().tolist() == [ends.zeros(GROUPS[0])] * 2
+    rows[1][1, 256] = 7
+    assert ends.here(pages((1, (0, 0)))).read().tolist() != [ends.zeros(GROUPS[0])]
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "parts"),
+    [
+        ((6, 4, 2, 8), (0, 1, 2, 3), 1),
+        ((6, 4, 2, 8), (0, 2, 1, 3), 1),  # heads before tokens
+        ((2, 6, 4, 2, 8), (0, 1, 2, 3, 4), 2),  # all K before all V
+        ((2, 6, 4, 2, 8), (1, 0, 2, 3, 4), 2),  # K before V in each block
+        ((6, 4, 2, 8), (1, 0, 2, 3), 0),  # a token of all blocks before the next one's
+    ],
+)
+def test_the_bytes_of_a_block(shape: tuple[int, ...], order: tuple[int, ...], parts: int) -> None:
+    """`order` is that of the dimensions in memory."""
+    memory = torch.arange(6 * 64 * (2 if len(shape) == 5 else 1), dtype=torch.int16)
+    kv = memory.view([shape[i] for i in order]).permute(*(order.index(i) for i in range(len(shape))))
+    rows = connector_ends.byte_rows(kv, 6)
+    assert len(rows) == parts
+    of_block = kv[None, 3] if len(shape) == 4 else kv[:, 3]
+    for row, whole in zip(rows, of_block, strict=bool(parts)):
+        assert sorted(row[3].view(torch.int16).tolist()) == sorted(whole.reshape(-1).tolist())

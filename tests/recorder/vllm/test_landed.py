@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.recorder import Recorder
 from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, ExternalSlots
+from kvcanary.recorder.engines.vllm.connectors.ends import DeviceEnds
 from kvcanary.recorder.engines.vllm.connectors.external import ExternalLoads
 from kvcanary.recorder.engines.vllm.connectors.landed import LandedBlocks
 from kvcanary.recorder.engines.vllm.step import VllmRequest
@@ -36,7 +37,9 @@ class Connector:
 
 
 class Played:
-    def __init__(self, path: Path) -> None:
+    """One engine; on a device all that is recorded is recorded `late`: after each step, or when all is over."""
+
+    def __init__(self, path: Path, late: str = "") -> None:
         self.path, self.connector, self.requests = path, Connector(), dict[str, VllmRequest]()
         self.kv = torch.zeros(2, BLOCKS, 2, SIZE, 8)
         own = replace(group(SIZE), num_blocks=BLOCKS, host_num_slots=40 * SIZE, layers=("a", "b"))
@@ -48,6 +51,11 @@ class Played:
         layers = {name: SimpleNamespace(kv_cache=kv) for name, kv in zip("ab", self.kv, strict=True)}
         self.landed = LandedBlocks(self.connector, layers, layout)
         copies = ConnectorCopies(self.landed, layout, self.recorder)
+        self.late, self.queued = late, list[Any]()
+        if late:
+            internals: Any = copies
+            internals._ends = DeviceEnds(cast("Any", self.landed), layout)
+            internals._later = lambda *act: self.queued.append(act)
         self.faults: list[Exception] = []
         copies.attach(lambda _, error: self.faults.append(error))
 
@@ -71,6 +79,14 @@ class Played:
             then(self.kv)
         self.connector.wait_for_save()
         self.connector.get_block_ids_with_load_errors()
+        if self.late == "a step":
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Do what is for the recorder's thread."""
+        for act, *args in self.queued:
+            act(*args)
+        self.queued.clear()
 
     def load(self, name: str, tokens: list[int], block: int, *lands: Callable[[Kv], None]) -> None:
         """A load of one block for a request that is new; then steps of it, in whose midst the rest of `lands` happens."""
@@ -83,6 +99,7 @@ class Played:
 
     def events(self) -> list[tuple[str, int, int]]:
         """Return note, page and slots of what was recorded."""
+        self.catch_up()
         assert not self.faults
         self.recorder.close()
         copies = [event for event in read_trace(self.path) if event.kind == "kv_copy"]
@@ -120,6 +137,7 @@ RIGHT, OTHER = ("load-back", 1, SIZE), ("load-back", 2, SIZE)
 NOTHING, LATE = ("not loaded", 1, 0), ("landed late", 1, 0)
 
 
+@pytest.mark.parametrize("late", ["", "a step", "all"])
 @pytest.mark.parametrize(
     ("lands", "found"),
     [
@@ -134,8 +152,10 @@ NOTHING, LATE = ("not loaded", 1, 0), ("landed late", 1, 0)
     ],
     ids=["right", "by layers", "other prefix", "nothing", "late", "other order", "another engine", "overwritten"],
 )
-def test_what_has_landed(tmp_path: Path, lands: list[Callable[[Kv], None]], found: list[tuple[str, int, int]]) -> None:
-    played = Played(tmp_path / "t.arrow")
+def test_what_has_landed(
+    tmp_path: Path, lands: list[Callable[[Kv], None]], found: list[tuple[str, int, int]], late: str
+) -> None:
+    played = Played(tmp_path / "t.arrow", late)
     played.step("one", [3, 4, 5, 6], 1)
     played.step("two", [7, 8, 9, 6], 2)
     played.load("three", [3, 4, 5, 6, 11], 5, *lands)

@@ -22,7 +22,7 @@ from ...common.copy_bounds import LATE_STEPS, MAX_LATE, MAX_SEARCHED_SLOTS, SEAR
 from ...common.end_looks import Known, Look
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
 from ...common.requests import request_id_of
-from ..layout import VllmLayout
+from ..layout import VllmGroup, VllmLayout
 from .ends import DeviceEnds, HostEnds, Page, Storage
 
 MAX_ENDED: Final = 256  # loads that have ended and are not recorded yet: the slots of older ones stay unknown
@@ -132,7 +132,7 @@ class ConnectorCopies:
             self._failed, self._landed, self._late = True, [], []
             self._on_fault("copies", error)
 
-    def _in_turn(self, act: Callable[..., None], *args: Any) -> None:
+    def in_turn(self, act: Callable[..., None], *args: Any) -> None:
         """Do something now; on a device once all that was seen before is recorded."""
         if self._later is None:
             act(*args)
@@ -142,7 +142,7 @@ class ConnectorCopies:
     def store(self, pages: list[Page], *, landed: bool) -> None:
         """Record that blocks are stored, as their slots are now; `landed` says that they lie elsewhere already."""
         there = self._ends.there(pages) if landed else Known(np.zeros(len(pages), np.int64))
-        self._in_turn(self._store, pages, self._ends.here(pages), there)
+        self.in_turn(self._store, pages, self._ends.here(pages), there)
 
     def _store(self, pages: list[Page], here: Look, there: Look) -> None:
         hosts = [self._pages.give(self, page) for page in pages]
@@ -150,7 +150,7 @@ class ConnectorCopies:
 
     def stored(self, pages: list[Page]) -> None:
         """Record what lies elsewhere of blocks whose store has ended."""
-        self._in_turn(self._stored, pages, self._ends.there(pages))
+        self.in_turn(self._stored, pages, self._ends.there(pages))
 
     def _stored(self, pages: list[Page], look: Look) -> None:
         hosts, there = [self._pages.find(self, page)[0] for page in pages], look.read()
@@ -159,6 +159,14 @@ class ConnectorCopies:
             kept, found = [pages[i] for i in at], there[at]
             none = np.zeros_like(found)
             self._record("stored", TIER_HOST, kept, [hosts[i] for i in at], TIER_HOST, none, found, whole=False)
+
+    def look(self, pages: list[Page]) -> Look:
+        """Look at what lies in each block now."""
+        return self._ends.here(pages)
+
+    def hash_of_zeros(self, group: VllmGroup) -> int:
+        """Return the hash of a block in which there is nothing."""
+        return self._ends.zeros(group)
 
     def has(self, page: Page) -> bool:
         """Say whether a page of the host tier stands for a block's key."""
@@ -219,7 +227,7 @@ class ConnectorCopies:
     def end_load(self, load: LoadJob) -> None:
         """Take note of a load that has ended, by the connector's word."""
         self._waiting.add(load.name)
-        self._in_turn(self._end_load, load, self._ends.here(load.pages))
+        self.in_turn(self._end_load, load, self._ends.here(load.pages))
 
     def _end_load(self, load: LoadJob, look: Look) -> None:
         there, before, here = (of.read() for of in (load.there, load.before, look))
@@ -242,7 +250,7 @@ class ConnectorCopies:
         def record() -> None:
             self._record_late()
             if not self._waiting.isdisjoint(["", *names]):
-                self._in_turn(self._flush, ["", *names], held())
+                self.in_turn(self._flush, ["", *names], held())
                 self._waiting.difference_update(["", *names])
 
         self.guarded(record)
@@ -274,7 +282,7 @@ class ConnectorCopies:
         for index, loaded in slots:
             held[index].update((loaded // self._layout.groups[index].block_size).tolist())
         self._waiting.discard(name)
-        self.guarded(self._in_turn, self._flush, [name], {name: held})
+        self.guarded(self.in_turn, self._flush, [name], {name: held})
 
     def _flush(self, names: Sequence[str], held: dict[str, list[set[int]]]) -> None:
         """Record the loads for certain requests ("" for any) that have ended; `held` are their blocks in each group."""
@@ -308,7 +316,7 @@ class ConnectorCopies:
     def forget(self, name: str) -> None:
         """Forget the loads for a request that has given its slots back."""
         self._waiting.discard(name)
-        self._in_turn(self._forget, name)
+        self.in_turn(self._forget, name)
 
     def _forget(self, name: str) -> None:
         self._landed = [one for one in self._landed if one.name != name]

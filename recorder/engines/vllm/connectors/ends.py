@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .....kernels.ops.end_hash.reference import MOST_WORDS, PART_FIELDS, end_hashes, part_words
+from .....kernels.ops.end_hash.reference import MOST_WORDS, PIECE_WORDS, end_hashes, part_words
 from ....capture.device.host_copy import HostCopy
-from ...common.copy_bounds import MAX_HASHED_BYTES, MAX_LOOKED_AT
+from ...common.copy_bounds import MAX_HASHED_BYTES, MAX_LOOKED_AT, MAX_SEEN_BYTES
 from ...common.end_looks import Known, Look, Sums
 from ..layout import VllmGroup, VllmLayout
 
@@ -47,7 +47,10 @@ class Storage(Protocol):
 
 
 class RowStorage(Protocol):
-    """A storage whose blocks are rows of tensors on the device, and parts of rows in pinned memory: `each` a row."""
+    """A storage whose blocks are rows of tensors on the device, and parts of rows in pinned memory: `each` a row.
+
+    It may have rows here alone.
+    """
 
     each: int
 
@@ -89,6 +92,12 @@ class HostEnds:
 
         return self._hashes(pages, read)
 
+    def zeros(self, group: VllmGroup) -> int:
+        """Return the hash of a block in which there is nothing."""
+        return int(
+            end_hashes([np.zeros((1, layer[0].nbytes), np.uint8) for layer in self._storage.layers_here(group)])[0]
+        )
+
     def _hashes(self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Parts]) -> Look:
         found = np.zeros(len(pages), np.int64)
         for group, at in by_group(pages, self._layout):
@@ -108,8 +117,9 @@ class DeviceEnds:
         self._storage: Any = storage
         self._layout = layout
         self._rows = hasattr(storage, "rows_here")
-        # Of each end of a group, the words by which the device finds its parts; None if it cannot read them.
-        self._parts: dict[tuple[int, bool], Any] = {}
+        self._both = hasattr(storage, "rows_there")
+        # Of each end of a group, the words by which the device finds its parts, and their own words; None if it cannot read them.
+        self._parts: dict[tuple[int, bool], tuple[Any, list[int]] | None] = {}
 
     def here(self, pages: Sequence[Page]) -> Look:
         """Look at what lies in each block when the current stream comes to this point."""
@@ -117,36 +127,50 @@ class DeviceEnds:
 
     def there(self, pages: Sequence[Page]) -> Look:
         """Look at what lies elsewhere then."""
-        rows = [self._storage.row_there(page) if self._rows else (0, 0) for page in pages]
+        rows = [self._storage.row_there(page) if self._both else (0, 0) for page in pages]
         return self._look(pages, here=False, rows=rows)
 
+    def zeros(self, group: VllmGroup) -> int:
+        """Return the hash of a block in which there is nothing."""
+        parts = self._parts_of(group, here=True)
+        return int(end_hashes([np.zeros((1, 4 * words), np.uint8) for words in parts[1]])[0]) if parts else 0
+
     def _look(self, pages: Sequence[Page], *, here: bool, rows: list[tuple[int, int]]) -> Look:
+        """Look at the first pages of each group, as many as may be looked at in one go."""
         import torch
 
         from .....kernels.ops.end_hash.triton import end_sums
 
         found = []
-        for group, at in by_group(pages, self._layout) if self._rows else ():
+        for group, places in by_group(pages, self._layout) if self._rows and (here or self._both) else ():
             parts = self._parts_of(group, here=here)
-            if parts is None or len(at) * (parts.numel() // PART_FIELDS) * 4 * MOST_WORDS > MAX_LOOKED_AT:
+            if parts is None:
                 continue
+            words, at = parts[0], places[: MAX_LOOKED_AT // (4 * sum(parts[1]))]
             wanted = torch.tensor([rows[i] for i in at], dtype=torch.int64).T.contiguous()
-            wanted = wanted.pin_memory() if parts.device.type == "cuda" else wanted
-            found.append((at, HostCopy(end_sums(parts, wanted.to(parts.device, non_blocking=True)))))
+            wanted = wanted.pin_memory() if words.device.type == "cuda" else wanted
+            found.append((at, HostCopy(end_sums(words, wanted.to(words.device, non_blocking=True)))))
         return Sums(len(pages), found)
 
-    def _parts_of(self, group: VllmGroup, *, here: bool) -> Any:
+    def _parts_of(self, group: VllmGroup, *, here: bool) -> tuple[Any, list[int]] | None:
         place = group.index, here
         if place not in self._parts:
             import torch
 
-            ends, each = (self._storage.rows_here(group), self._storage.rows_there(group)), self._storage.each
-            alike = [each * part.shape[1] for part in ends[0]] == [part.shape[1] for part in ends[1]]
+            rows, each, most = self._storage.rows_here(group), 1, MOST_WORDS
+            device = rows[0].device if rows else None
+            if self._both:
+                there, each = self._storage.rows_there(group), self._storage.each
+                rows = rows if [each * part.shape[1] for part in rows] == [part.shape[1] for part in there] else ()
+                rows, each = (rows, 1) if here or not rows else (there, each)
+            elif rows:
+                most = min(MOST_WORDS, max(MAX_SEEN_BYTES // 4 // len(rows) // PIECE_WORDS, 1) * PIECE_WORDS)
             self._parts[place] = None
-            if ends[0] and alike:
+            if rows:
                 try:
-                    words = part_words(ends[0]) if here else part_words(ends[1], each=each)
-                    self._parts[place] = torch.tensor(words, dtype=torch.int64).to(ends[0][0].device)
+                    words = part_words(rows, each=each, most=most)
+                    counts = [min(int(row.shape[1]) // each // 4, most) for row in rows]
+                    self._parts[place] = torch.tensor(words, dtype=torch.int64).to(device), counts
                 except ValueError:  # rows that are no words
                     pass
         return self._parts[place]
@@ -158,6 +182,25 @@ def by_group(pages: Sequence[Page], layout: VllmLayout) -> list[tuple[VllmGroup,
         (group, [i for i, page in enumerate(pages) if page.group.index == group.index]) for group in layout.groups
     ]
     return [(group, at) for group, at in places if at]
+
+
+def byte_rows(kv: Any, num_blocks: int) -> Sequence[Any]:
+    """Return what lies in each block, `[num_blocks, bytes] uint8`, as one tensor, or as one each of K and V.
+
+    Nothing if the bytes of a block do not lie side by side.
+    """
+    import torch
+
+    parts = [kv] if kv.shape[0] == num_blocks else [*kv] if kv.ndim > 1 and kv.shape[1] == num_blocks else []
+    found = []
+    for part in parts:
+        size = 1
+        for stride, count in sorted(zip(part.stride()[1:], part.shape[1:], strict=True)):
+            if count > 1 and stride != size:
+                return ()
+            size *= count
+        found.append(part.as_strided((num_blocks, size), (part.stride(0), 1)).view(torch.uint8))
+    return found
 
 
 def as_bytes(tensor: Any) -> Any:

@@ -21,7 +21,6 @@ from ..device import DeviceStep
 from ..layout import VllmGroup, VllmLayout
 from ..step import Step, VllmRequest, VllmRequests, table_read
 from .copies import ConnectorCopies, ExternalSlots, HostPages
-from .landed import LandedBlocks
 from .landed import not_watched as not_watched_unknown
 from .pairs import PULLING, HeldReady, role_of, room_of, transfers_of
 from .storages import Member
@@ -64,21 +63,18 @@ class ExternalLoads:
         members: Sequence[Member],
     ) -> None:
         pages = HostPages(layout)
-        storages = dict.fromkeys(member.storage for member in members if member.storage is not None)
-        self._copies = [ConnectorCopies(storage, layout, recorder, pages) for storage in storages]
-        # Of connectors that are not known, what has landed.
-        self._seen = [
-            (copies, storage)
-            for copies, storage in zip(self._copies, storages, strict=True)
-            if isinstance(storage, LandedBlocks)
-        ]
         # Of those that say what they are asked to load, by the connector's name.
         self._saying = {
-            member.name: copies
+            member.name: ConnectorCopies(member.storage, layout, recorder, pages)
             for member in members
-            for copies, storage in zip(self._copies, storages, strict=True)
-            if storage is member.storage and not isinstance(storage, LandedBlocks)
+            if member.storage is not None
         }
+        # Of the others, what has landed.
+        self._seen = [
+            (ConnectorCopies(landed, layout, recorder, pages), landed)
+            for landed in {member.landed for member in members if member.landed is not None}
+        ]
+        self._copies = [*self._saying.values(), *(copies for copies, _ in self._seen)]
         self._connector = connector
         self._groups = layout.groups
         self._held = HeldReady(layout, requests, recorder)
@@ -226,6 +222,8 @@ class ExternalLoads:
     def before_device(self, step: DeviceStep, output: Any, requests: Sequence[VllmRequest]) -> None:
         """As `before_model`, of a step that the device captures: by the blocks that the scheduler says its requests have."""
         self._make_unknown(step, output, requests, lambda fresh: read_by_blocks(step, self._groups, requests, fresh))
+        for copies, seen in self._seen:
+            copies.guarded(seen.before_device, step, requests)
         gids = [group.gid for group in self._groups]
 
         def held() -> dict[str, list[set[int]]]:
@@ -292,9 +290,9 @@ def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list
     entries = []
     for member in members:
         own = member.name if len(members) > 1 else getattr(transfer, "kv_connector", None) or "unknown"
-        name = f"KV connector {own}"
-        if isinstance(member.storage, LandedBlocks):
-            entries += not_watched_unknown(name, loads=bool(connector_of(config)))
+        name, loads = f"KV connector {own}", bool(connector_of(config))
+        if member.landed is not None:
+            entries += not_watched_unknown(name, loads=loads, on_gpu=on_gpu)
             continue
         if member.storage is not None:
             reasons = {
@@ -306,7 +304,7 @@ def not_watched(config: Any, members: Sequence[Member], *, on_gpu: bool) -> list
                 reasons["other"] = said if looked else "the bytes that it copies are not compared on a GPU"
         else:
             reasons = {"other": "what it stores elsewhere is not compared"}
-            if connector_of(config):
+            if loads:
                 reasons = {"slots": "what it loads is unknown until a forward writes the slot", **reasons}
         entries += [NotWatched(what=what, name=name, reason=reason) for what, reason in reasons.items()]
     return list(dict.fromkeys(entries))

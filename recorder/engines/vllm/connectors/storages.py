@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...common.hooking import Finish
+from ..device import on_gpu, why_it_waits
 from ..layout import VllmGroup, VllmLayout
 from .copies import ConnectorCopies, LoadJob
 from .ends import Bytes, Page, Storage, as_bytes
@@ -237,10 +238,14 @@ class OffloadedBlocks:
 
 
 class Member(NamedTuple):
-    """A connector, by its class's name; `storage` is what is known of it, None if nothing can be."""
+    """A connector, by its class's name; `storage` is what is known of it, None if nothing can be.
+
+    `landed` looks at what it has loaded where the bytes of that storage cannot be read.
+    """
 
     name: str
     storage: Storage | None
+    landed: LandedBlocks | None
 
 
 def members_of(runner: Any, layout: VllmLayout) -> list[Member]:
@@ -256,8 +261,21 @@ def members_of(runner: Any, layout: VllmLayout) -> list[Member]:
         members = connector._connectors
     landed = LandedBlocks(connector, layers, layout)
     loads = connector is not None and getattr(transfer, "kv_role", None) != "kv_producer"
-    unknown = landed if loads and all(map(landed.layers_here, layout.groups)) else None
-    return [Member(type(one).__name__, _storage_of(one, layers, layout) or unknown) for one in members or [connector]]
+    there = on_gpu(runner)
+    looks = landed.rows_here if there else landed.layers_here
+    looks_at = loads and not (there and why_it_waits(runner, layout)) and all(map(looks, layout.groups))
+    found = []
+    for one in members or [connector]:
+        storage = _storage_of(one, layers, layout)
+        is_read = storage is not None and (not there or can_be_looked_at(storage, layout))
+        found.append(Member(type(one).__name__, storage, landed if looks_at and not is_read else None))
+    return found
+
+
+def can_be_looked_at(storage: Storage, layout: VllmLayout) -> bool:
+    """Say whether a device can read both ends of what a connector copies."""
+    rows: Any = storage
+    return hasattr(storage, "rows_there") and all(map(rows.rows_here, layout.groups))
 
 
 def _storage_of(connector: Any, layers: Any, layout: VllmLayout) -> Storage | None:
