@@ -333,9 +333,24 @@ class LandedBlocks:
         self._record("load-back", [one for one in found if one.is_known])
         # What lay there before may not have been loaded yet, and nothing can be said of what comes behind it.
         kept = [one for one in found if one.here and not (one.is_known and one.before in (0, one.here))]
+        # All layers have changed to what was computed for other tokens: nothing is to come.
+        for one in [one for one in kept if not one.is_known and one.before not in (0, one.here)]:
+            if self._is_of_others(one):
+                self._record_other(one)
+                kept.remove(one)
         again = {id(one) for one in kept}
         self._over.extend((one.place, one.name) for one in found if id(one) not in again)
         self._keep([*self._landings, *kept])
+
+    def _is_of_others(self, one: Landing) -> bool:
+        """Say whether what lies in a block was computed for other tokens, by more layers than the first, which may not tell them apart."""
+        group = one.page.group
+        _, own = self._computed[group.index].get(one.here, (None, one.own))
+        return bool(own != one.own and len(group.layers) > 1)
+
+    def _record_other(self, one: Landing) -> None:
+        key, _ = self._computed[one.page.group.index][one.here]
+        self._record("load-back", [one], there=one.here, key=key)
 
     def _look_again(self, landings: Sequence[Landing], lay: dict[Place, int]) -> None:
         for one in landings:
@@ -417,13 +432,12 @@ class LandedBlocks:
             if group.window:  # what it holds outside of it need not be loaded
                 over.add(id(one))
             elif one.here == before and one.left == LATE_STEPS:
-                other, own = self._computed[group.index].get(before, (None, one.own))
                 right = self._hashes[group.index].get(one.page.key, 0)
                 if right and self._is_wrong(one, right):
                     one.is_missing = True
                     self._record("not loaded", [one], there=right)
-                elif own != one.own and len(group.layers) > 1:
-                    self._record("load-back", [one], there=before, key=other)
+                elif self._is_of_others(one):
+                    self._record_other(one)
             elif one.here != before and one.is_known:
                 late, one.here = one.here, before
                 if not one.is_missing:
