@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcanary.kernels.ops.end_hash.reference import MOST_WORDS, end_hashes, looked_at, mixed, part_words
+from kvcanary.kernels.ops.end_hash.reference import MOST_WORDS, end_hashes, end_sums, looked_at, mixed, part_words
 
 M = (1 << 64) - 1
 
@@ -41,7 +41,7 @@ def test_arrays_say_what_the_definition_does(seed, sizes, n):
     data=st.data(),
 )
 def test_the_device_says_the_same_of_what_it_looks_at(seed, sizes, apart, num_rows, each, data):
-    from kvcanary.kernels.ops.end_hash.triton import end_sums
+    from kvcanary.kernels.ops.end_hash import triton
 
     rng = np.random.default_rng(seed)
     wanted = data.draw(st.lists(st.tuples(st.integers(0, num_rows - 1), st.integers(0, each - 1)), max_size=6))
@@ -51,13 +51,14 @@ def test_the_device_says_the_same_of_what_it_looks_at(seed, sizes, apart, num_ro
         memory = torch.from_numpy(rng.integers(0, 256, num_rows * width, dtype=np.uint8))
         parts.append(memory.as_strided((num_rows, 4 * each * words), (width, 1)))
     pages = torch.tensor(wanted, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    found = end_sums(torch.tensor(part_words(parts, each=each)), pages).numpy()
+    found = triton.end_sums(torch.tensor(part_words(parts, each=each)), pages).numpy()
     seen = []
     for part, words in zip(parts, sizes, strict=True):
         whole = part.contiguous().numpy().view("<u4").reshape(num_rows, each, words)
         rows = [whole[row, place, looked_at(words)] for row, place in wanted]
         seen.append(np.array(rows, "<u4").reshape(len(wanted), len(looked_at(words))).view(np.uint8))
-    assert mixed(found[0], found[1]).tolist() == end_hashes(seen).tolist()
+    assert found.tolist() == end_sums(seen).tolist()
+    assert mixed(*found.sum(axis=2)).tolist() == end_hashes(seen).tolist()
 
 
 def test_words_lie_evenly_apart_and_all_are_looked_at_if_there_are_few():

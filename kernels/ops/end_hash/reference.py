@@ -24,24 +24,28 @@ PIECE_WORDS: Final = 16
 PART_FIELDS: Final = 6
 
 
-def end_hashes(parts: Sequence[npt.NDArray[Any]]) -> Int64Array:
-    """Return the hash of each page, `[n]`: of each part `[n, bytes] uint8` row i belongs to page i."""
-    ordered = plain = np.zeros(len(parts[0]), np.uint64)
-    first = 1
-    for part in parts:
+def end_sums(parts: Sequence[npt.NDArray[Any]]) -> Int64Array:
+    """Return the two sums of each part of each page, `[2, n, parts]`: of each part `[n, bytes] uint8` row i belongs to page i."""
+    found, first = np.zeros((2, len(parts[0]), len(parts)), np.uint64), 1
+    for number, part in enumerate(parts):
         width = 4 if part.shape[1] % 4 == 0 else 1
         words = np.ascontiguousarray(part).view(f"<u{width}").astype(np.uint64) + np.uint64(1)
         words *= np.uint64(MULTIPLIER)
         words ^= words >> np.uint64(SHIFT)
-        plain = plain + words.sum(axis=1, dtype=np.uint64)
+        found[1, :, number] = words.sum(axis=1, dtype=np.uint64)
         words *= np.arange(first, first + 2 * words.shape[1], 2, dtype=np.uint64)
-        ordered = ordered + words.sum(axis=1, dtype=np.uint64)
+        found[0, :, number] = words.sum(axis=1, dtype=np.uint64)
         first += 2 * words.shape[1]
-    return mixed(ordered.view(np.int64), plain.view(np.int64))
+    return found.view(np.int64)
+
+
+def end_hashes(parts: Sequence[npt.NDArray[Any]]) -> Int64Array:
+    """Return the hash of each page, `[n]`: of each part `[n, bytes] uint8` row i belongs to page i."""
+    return mixed(*end_sums(parts).sum(axis=2))
 
 
 def mixed(ordered: Int64Array, plain: Int64Array) -> Int64Array:
-    """Return hashes, `[n]`, made of the two sums of each page's words."""
+    """Return hashes made of two sums each, of pages or of their parts."""
     up, half = ordered.view(np.uint64), np.uint64(32)
     both = ((up ^ (up >> half)) << half) | (plain.view(np.uint64) & np.uint64(0xFFFFFFFF))
     return np.where(both == 0, np.uint64(1), both).view(np.int64)

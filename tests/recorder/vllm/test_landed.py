@@ -129,6 +129,10 @@ def other_order(kv: Kv) -> None:
     kv[:, 5] = kv[:, 1].flip(2)
 
 
+def first_layer(kv: Kv) -> None:
+    kv[0, 5] = kv[0, 1]
+
+
 def of_another_engine(kv: Kv) -> None:
     kv[:, 5] = kv[:, 1] + 0.5
 
@@ -147,10 +151,25 @@ NOTHING, LATE = ("not loaded", 1, 0), ("landed late", 1, 0)
         ([nothing], [NOTHING]),
         ([nothing, nothing, copy(1)], [NOTHING, LATE]),
         ([other_order], [NOTHING]),
+        ([first_layer], [NOTHING]),
+        ([first_layer, copy(1)], [RIGHT]),
+        ([first_layer, nothing, copy(1)], [NOTHING, LATE]),
         ([of_another_engine], []),
         ([copy(1), of_another_engine], [RIGHT, ("changed", 1, 0)]),
     ],
-    ids=["right", "by layers", "other prefix", "nothing", "late", "other order", "another engine", "overwritten"],
+    ids=[
+        "right",
+        "by layers",
+        "other prefix",
+        "nothing",
+        "late",
+        "other order",
+        "one layer",
+        "the others later",
+        "the others too late",
+        "another engine",
+        "overwritten",
+    ],
 )
 def test_what_has_landed(
     tmp_path: Path, lands: list[Callable[[Kv], None]], found: list[tuple[str, int, int]], late: str

@@ -184,7 +184,7 @@ class DeviceCopies:
             import torch
 
             wanted.record_stream(torch.cuda.current_stream(self._device))
-        sums = HostCopy(self._sums(self._pools[which][0], wanted))
+        sums = HostCopy(self._sums(self._pools[which][0], wanted).sum(2))
         return Sums(pages.num, [(list(range(wanted.shape[1])), sums)])
 
     def _guarded(self, record: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from ....capture.host_arrays import CopyEnds, runs_to_slots
 from ....capture.recorder import Recorder
 from ....trace.schema import TIER_HOST, TIER_POOL
 from ...common.copy_bounds import LATE_STEPS, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
-from ...common.end_looks import Known, Look
+from ...common.end_looks import Look, Sums
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
 from ...common.requests import request_id_of
 from ..layout import VllmGroup, VllmLayout
@@ -141,7 +141,7 @@ class ConnectorCopies:
 
     def store(self, pages: list[Page], *, landed: bool) -> None:
         """Record that blocks are stored, as their slots are now; `landed` says that they lie elsewhere already."""
-        there = self._ends.there(pages) if landed else Known(np.zeros(len(pages), np.int64))
+        there = self._ends.there(pages) if landed else Sums(len(pages))
         self.in_turn(self._store, pages, self._ends.here(pages), there)
 
     def _store(self, pages: list[Page], here: Look, there: Look) -> None:

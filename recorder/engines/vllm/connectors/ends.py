@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .....kernels.ops.end_hash.reference import MOST_WORDS, PIECE_WORDS, end_hashes, part_words
+from .....kernels.ops.end_hash.reference import MOST_WORDS, PIECE_WORDS, end_hashes, end_sums, part_words
 from ....capture.device.host_copy import HostCopy
 from ...common.copy_bounds import MAX_HASHED_BYTES, MAX_LOOKED_AT, MAX_SEEN_BYTES
-from ...common.end_looks import Known, Look, Sums
+from ...common.end_looks import Look, Sums
 from ..layout import VllmGroup, VllmLayout
 
 if TYPE_CHECKING:
@@ -99,15 +99,15 @@ class HostEnds:
         )
 
     def _hashes(self, pages: Sequence[Page], read: Callable[[VllmGroup, list[Page]], Parts]) -> Look:
-        found = np.zeros(len(pages), np.int64)
+        found = []
         for group, at in by_group(pages, self._layout):
             layers = self._storage.layers_here(group)
             size = sum(int(layer[0].nbytes) for layer in layers)
             if layers and size * len(at) <= MAX_HASHED_BYTES:
                 places, parts = read(group, [pages[i] for i in at])
                 if parts:
-                    found[[at[i] for i in places]] = end_hashes(parts)
-        return Known(found)
+                    found.append(([at[i] for i in places], end_sums(parts)))
+        return Sums(len(pages), found)
 
 
 class DeviceEnds:
@@ -139,7 +139,7 @@ class DeviceEnds:
         """Look at the first pages of each group, as many as may be looked at in one go."""
         import torch
 
-        from .....kernels.ops.end_hash.triton import end_sums
+        from .....kernels.ops.end_hash import triton
 
         found = []
         for group, places in by_group(pages, self._layout) if self._rows and (here or self._both) else ():
@@ -149,7 +149,8 @@ class DeviceEnds:
             words, at = parts[0], places[: MAX_LOOKED_AT // (4 * sum(parts[1]))]
             wanted = torch.tensor([rows[i] for i in at], dtype=torch.int64).T.contiguous()
             wanted = wanted.pin_memory() if words.device.type == "cuda" else wanted
-            found.append((at, HostCopy(end_sums(words, wanted.to(words.device, non_blocking=True)))))
+            sums = triton.end_sums(words, wanted.to(words.device, non_blocking=True))
+            found.append((at, HostCopy(sums.sum(2) if self._both else sums)))
         return Sums(len(pages), found)
 
     def _parts_of(self, group: VllmGroup, *, here: bool) -> tuple[Any, list[int]] | None:
@@ -189,18 +190,25 @@ def byte_rows(kv: Any, num_blocks: int) -> Sequence[Any]:
 
     Nothing if the bytes of a block do not lie side by side.
     """
+    if num_blocks not in kv.shape[:2]:
+        return ()
+    halves = 1 - [*kv.shape[:2]].index(num_blocks)  # the dimension of K and V, or one of a block's own
+    apart = [_rows_of(part) for part in kv.unbind(halves)] if kv.ndim > 2 and kv.shape[halves] == 2 else [None]
+    whole = _rows_of(kv) if halves else None
+    found = apart if all(row is not None for row in apart) else [whole]
+    return [row for row in found if row is not None]
+
+
+def _rows_of(part: Any) -> Any:
+    """Return what lies in each of the first dimension's, `[n, bytes] uint8`; None if it does not lie side by side."""
     import torch
 
-    parts = [kv] if kv.shape[0] == num_blocks else [*kv] if kv.ndim > 1 and kv.shape[1] == num_blocks else []
-    found = []
-    for part in parts:
-        size = 1
-        for stride, count in sorted(zip(part.stride()[1:], part.shape[1:], strict=True)):
-            if count > 1 and stride != size:
-                return ()
-            size *= count
-        found.append(part.as_strided((num_blocks, size), (part.stride(0), 1)).view(torch.uint8))
-    return found
+    size = 1
+    for stride, count in sorted(zip(part.stride()[1:], part.shape[1:], strict=True)):
+        if count > 1 and stride != size:
+            return None
+        size *= count
+    return part.as_strided((part.shape[0], size), (part.stride(0), 1)).view(torch.uint8)
 
 
 def as_bytes(tensor: Any) -> Any:
