@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.analysis.incidents.seen.evidence import Filled, evidence_of
 from kvcanary.kernels.ops.end_hash.reference import end_hashes
 from kvcanary.recorder.capture.host_arrays import CopyEnds
 from kvcanary.recorder.capture.privacy import Privacy
@@ -251,6 +252,13 @@ def test_a_load_of_what_nobody_knows_that_changes_nothing(copies: Copies, tmp_pa
     findings, incidents = copies.found(tmp_path / "r")
     assert findings == ([] if filled else [("copy_differs", "nothing_landed", 12)])
     assert incidents == ([] if filled else ["failed_load_counted_loaded"])
+
+
+def test_what_a_load_is_judged_for_it_has_filled(copies: Copies, tmp_path: Path) -> None:
+    copies.copy(4, 12, (RIGHT, OTHER, EMPTY), **LOAD)
+    copies.found(tmp_path / "r")
+    (lead,) = find_incidents(tmp_path / "r", [copies.path]).leads
+    assert evidence_of(lead.cluster).filled is Filled.LOAD
 
 
 def test_a_load_whose_pages_are_shifted(copies: Copies, tmp_path: Path) -> None:
