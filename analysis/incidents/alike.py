@@ -31,6 +31,7 @@ _LISTED: Final = 3
 _ALIKE: Final = 0.3  # what is less alike says nothing
 _SAID: Final = 3  # the kinds that are named, the likeliest
 _ABOUT: Final = 0.05  # what is no more likely than this is about as likely
+_OF_A_DRAFT: Final = ("chunk_tail_predicted_token", "draft_position_plus_one")  # what no target's tokens show
 LEAST: Final = 0.15  # how likely the first is to be named at all
 
 
@@ -69,13 +70,16 @@ class KnownBugs:
         best = np.argsort(-likeness, kind="stable")[:_LISTED]
         return [(int(n), float(likeness[n])) for n in best]
 
-    def likeliest(self, traits: Traits, best: str, score: float, branch: str) -> list[tuple[str, float]]:
-        """Return the likeliest kinds, with how likely each is, of what rules say is `best`, with `score`, and evidence of `branch`.
+    def likeliest(
+        self, traits: Traits, best: str, score: float, branch: str, excluded: Collection[str] = ()
+    ) -> list[tuple[str, float]]:
+        """Return the likeliest kinds, with how likely each is, of what rules say is `best`, with `score`, and evidence of `branch`;
+        kinds that are `excluded` are not among them.
 
         It takes both to be sure: a kind of which no rule is sure, or another, is at most possible.
         """
         sure = score >= CERTAIN
-        chances = self.learnt.chances(traits | said_features(best, sure=sure), self.left_out)
+        chances = self.learnt.chances(traits | said_features(best, sure=sure), self.left_out | {*excluded})
         # What the evidence says of where it went wrong holds; the others stand behind. Of what is about as likely rules' comes first.
         likeliest = {kind: chance + _ABOUT * (kind == best) for kind, chance in chances.items()}
         order = sorted(chances, key=lambda kind: (branch not in ("", RULES[kind].branch), -likeliest[kind]))
@@ -134,8 +138,9 @@ def second_opinion(ranked: Ranked, known: KnownBugs) -> tuple[Ranked, list[Alike
     if best and best not in known.learnt.kinds:  # of a rule of one's own
         return ranked, alike
     score = by_rules[best].score if best else 0.0
+    excluded = () if any(sign.runner > 0 for sign in cluster.head) else _OF_A_DRAFT
     found = [
         (kind, replace(by_rules.get(kind, known_of(cluster, seen, 0.0)), score=chance))
-        for kind, chance in known.likeliest(traits, best, score, ranked.likely.branch)
+        for kind, chance in known.likeliest(traits, best, score, ranked.likely.branch, excluded)
     ]
     return replace(ranked, kinds=tuple(found), least=LEAST), alike

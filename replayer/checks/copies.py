@@ -51,6 +51,24 @@ def _runs(view: EventView) -> list[Int64Array]:
     return runs
 
 
+def _brought(view: EventView) -> set[tuple[int, int, int]]:
+    """Return group, slot and hash of what loads brought between the same two forwards as an event's, as far as its batch goes."""
+    kinds, first, end = view.batch.kinds, view.index, view.index + 1
+    while first > 0 and kinds[first - 1] != "forward":
+        first -= 1
+    while end < len(kinds) and kinds[end] != "forward":
+        end += 1
+    found = set()
+    for event in map(view.batch.event, range(first, end)):
+        names = ("copy_group", "copy_dst", "copy_src_hash", "copy_dst_hash", "copy_src_tier", "copy_dst_tier")
+        columns = [event.ints(name).tolist() for name in names]
+        if len({len(values) for values in columns}) == 1:
+            for group, slot, there, here, src_tier, dst_tier in zip(*columns, strict=True):
+                if there == here and (src_tier, dst_tier) == (TIER_HOST, TIER_POOL):
+                    found.add((group, slot, here))
+    return found
+
+
 @register
 class CopyDiffers(HistoryCheck):
     """What lies at one end of a copy is not what lay at the other, by hashes of all layers' bytes.
@@ -91,6 +109,12 @@ class CopyDiffers(HistoryCheck):
             yield from self._stores(known, index, stores, src, dst, ends)
             yield from self._seen(known, index, stored & ~moves, dst, ends)
             self._moved(index, stored & moves, src, dst, ends)
+            if (loads & (ends[3] >= 0)).any():  # what another load has brought to a slot is not this one's
+                brought = _brought(view)
+                theirs = [
+                    (index, to, lay) in brought for to, lay in zip(ends[3].tolist(), ends[0].tolist(), strict=True)
+                ]
+                ends[3] = np.where(loads & theirs & (ends[3] != dst), -1, ends[3])
             yield from self._loads(known, index, loads, src, dst, ends)
         if len(self._stored) > MAX_HELD:
             self._stored.clear()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.recorder.capture.host_arrays import CopyEnds
 from kvcanary.recorder.engines.transformers import attach
+from kvcanary.recorder.engines.transformers.host_copies import HostCopies, Load, hash_blocks
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
@@ -143,6 +146,28 @@ def test_what_lands_behind_its_forward_or_never_is_named(
     with attach(tmp_path / "trace.arrow"):
         run("llama")
     assert said(tmp_path, "nothing_landed") == kind
+
+
+def test_what_another_load_was_to_bring_to_a_block_is_not_this_ones() -> None:
+    view = torch.arange(8, dtype=torch.uint8).repeat_interleave(16).reshape(8, 16)
+    layout: Any = SimpleNamespace(index=0, page_size=4, num_slots=32, allocator=SimpleNamespace(_copy_view=view))
+    layout.block_slots = lambda blocks: (np.array(blocks) * 4, np.full(len(blocks), 4))
+    loads: list[CopyEnds] = []
+    kept = SimpleNamespace(otherwise=lambda: np.arange(32))
+    recorder: Any = SimpleNamespace(kv=[kept], kv_copy=lambda ends, **_: loads.append(ends))
+    copies = HostCopies(recorder, [layout], lambda _: 7)
+    there, *before = (hash_blocks(view, [block]) for block in (1, 2, 3))
+    mine, theirs = (Load(n, layout, [b], [9], there, was) for n, b, was in zip("ab", (2, 3), before, strict=True))
+    view[3] = view[1]
+    for taken, found in (([mine, theirs], 4), ([mine], 4)):  # block 1 has it too, and nobody knows why
+        copies.loaded(taken)
+        copies.flush()
+        assert loads[0].landed.tolist() == [found]
+        loads.clear()
+    view[1] = 0
+    copies.loaded([mine])
+    copies.flush()
+    assert loads[0].landed.tolist() == [-1]
 
 
 def said(folder: Path, cause: str) -> str:

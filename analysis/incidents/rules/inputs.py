@@ -1,12 +1,14 @@
 """What went wrong with the tokens, positions and lengths that a model was given, and with attention's copies of them."""
 
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, samples_query
+from ..seen.likely import POSSIBLE
 from ..seen.observed import (
     begins_behind_its_prompt,
     begins_from_another,
     behind_its_rows_end,
     handed_round,
     kept_nowhere,
+    last_of_its_prompt,
     left_out_of_a_prompt,
     over_its_window,
     skipped,
@@ -148,7 +150,9 @@ def chunk_tail_predicted_token(cluster: Cluster) -> Diagnosis | None:
 
 @rule("a resumed request got a stale token", branch="input")
 def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
-    """With asynchronous preemption a resumed request is fed ids from before. (V#26385)"""
+    """With asynchronous preemption a resumed request is fed ids from before; or one of whose prompt nothing but the last token is
+    left to compute is taken for one that decodes, and fed what its row has sampled last. (V#26385, V#47466)
+    """
     sign = cluster.finding("input_not_truth", "input_not_sampled")
     if sign is None:
         return _seen_later(cluster)
@@ -158,6 +162,10 @@ def async_resume_wrong_input(cluster: Cluster) -> Diagnosis | None:
     resumed = cluster.facts.came_back(sign.request_id, sign.event)
     resumed |= prefix < sign.position and sign.kind == "input_not_sampled"  # what was sampled is computed anew
     wrong = {s.request_id for s in cluster.head if s.kind in ("input_not_truth", "input_not_sampled")}
+    if last_of_its_prompt(cluster, sign):
+        said = f"{sign.reader} began in {sign.when} with the last token of its prompt, as all before that was there, and was fed another "
+        said += f"in its place, as if it went on with what had been sampled before: {sign.place}, it {sign.detail}"
+        return cluster.diagnosis(POSSIBLE, said, sign, queries=(samples_query(sign, 3),), cause=sign.event)
     alone = len(wrong) == 1 or all(cluster.facts.came_back(request, sign.event) for request in wrong)
     which = ", which had been put back and resumed," if resumed else ""
     said = f"{sign.reader}{which} was fed a stale token in {sign.when}: {sign.place}, it {sign.detail}"

@@ -136,6 +136,9 @@ def _filled(cluster: Cluster, sign: Sign, held: Held) -> Filled:
     loads = [at for at in cluster.facts.loads.get(sign.request_id, ()) if since < at <= sign.event]
     if cluster.not_loaded(sign) is not None:
         return Filled.NOT_LOADED
+    now = cluster.last(sign, "loaded")
+    if sign.kind == "copy_differs" and now is not None and now.event == sign.event:
+        return Filled.LOAD
     if filled is not None and filled.what in ("loaded", "received", "receive_failed"):
         return Filled.LOAD  # its slots may be recorded as given behind the load itself
     if held in _HOLDS and given is not None and (filled is None or filled.event < given.event):

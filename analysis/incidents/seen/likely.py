@@ -32,6 +32,7 @@ from .observed import (
     hit_what_it_was_given,
     its_own_slot,
     kept_nowhere,
+    last_of_its_prompt,
     left_out_of_a_prompt,
     let_in_again,
     lost_all,
@@ -157,6 +158,8 @@ def _by_what_was_fed(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("content", ("prefix_not_computed", "position_off"))
     if handed_round(cluster):
         return Likely("input", ("next_token_swap",))
+    if any(last_of_its_prompt(cluster, s) for s in cluster.head):
+        return Likely("input", ("async_resume_wrong_input", "future_map_overrun", "next_token_swap"))
     if any(k.startswith("input_") for k in kinds) and not begins_from_another(cluster):
         return Likely("input", _POSITIONS if seen.positions else ())
     if behind_its_rows_end(cluster):

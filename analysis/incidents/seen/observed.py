@@ -217,12 +217,30 @@ def wrote_to_padding(cluster: Cluster) -> tuple[Sign, int] | None:
 def lost_all(cluster: Cluster, sign: Sign) -> bool:
     """Whether a request reads slots of a window that are not its own up to the position that it has just computed: its row is wrong.
 
-    A window's frontier, or a hit of too little of it, takes the lowest positions.
+    A window's frontier, or a hit of too little of it, takes the lowest positions; a hit of nothing of it leaves none.
     """
     prefix, own = cluster.facts.prefixes.get((sign.event, sign.request_id), -1), (sign.request_id, sign.group)
     mine = [s for s in cluster.head if (s.request_id, s.group) == own and (s.kind or s.bits & CONTENT)]
     given = cluster.window(sign) > 0 and cluster.facts.holds(sign.request_id, cluster.group(sign), sign.event) > 0
-    return given and any(s.position + s.count == prefix and not cluster.was_given(s) for s in mine)
+    lost = any(s.position + s.count == prefix and not cluster.was_given(s) for s in mine)
+    return given and lost and not all(left_out_of_a_hit(cluster, s) for s in mine)
+
+
+def left_out_of_a_hit(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request began with a position that it did not compute, and its row names the first page there: what a table has
+    in place of what is behind a window.
+    """
+    group, begin = cluster.group(sign), cluster.facts.begins.get(sign.request_id)
+    page = cluster.groups[group].page_size if 0 <= group < len(cluster.groups) else 1
+    began = begin is not None and begin.event == sign.event and 0 <= sign.position < begin.prefix_len
+    return began and cluster.window(sign) > 0 and 0 < sign.slot < page and not cluster.was_given(sign)
+
+
+def last_of_its_prompt(cluster: Cluster, sign: Sign) -> bool:
+    """Whether a request begins with its prompt's last token, all else of which it has as cached or loaded, and is fed another there."""
+    begin, prompt = cluster.facts.begins.get(sign.request_id), cluster.facts.prompts.get(sign.request_id, -1)
+    fed = sign.kind == "input_not_truth" and not sign.runner and 0 < sign.position == prompt - 1
+    return fed and begin is not None and (begin.event, begin.prefix_len) == (sign.event, sign.position)
 
 
 def misplaced(cluster: Cluster, sign: Sign) -> int:

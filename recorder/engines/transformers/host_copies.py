@@ -42,6 +42,7 @@ class HostCopies:
         self._searches = SEARCHES
         self._landed: list[Load] = []  # loads that the engine takes for done, and that are not recorded yet
         self._late: list[tuple[int, Load]] = []  # steps left, and a load of one block that had not landed
+        self._right: dict[tuple[int, int], int] = {}  # what a block of a group was to get by its last load
 
     def stored(self, manager: Any, tables: dict[str, dict[str, list[int]]]) -> None:
         """Record that requests' blocks, by request and group, were copied to the host in one go."""
@@ -80,6 +81,9 @@ class HostCopies:
         """Record the loads that are done: before the forward that may read them, behind the allocation of their blocks."""
         landed, self._landed = self._landed, []
         for load in landed:
+            there = zip(load.blocks, load.there.tolist(), strict=True)
+            self._right |= {(load.layout.index, block): lay for block, lay in there}
+        for load in landed:
             here = hash_blocks(load.layout.allocator._copy_view, load.blocks)
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
             ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
@@ -106,7 +110,9 @@ class HostCopies:
             self._searches -= 1
             size = load.layout.page_size
             others = np.setdiff1d(self._recorder.kv[load.layout.index].otherwise() // size, [0, *load.blocks])
-            at = dict(zip(hash_blocks(view, others.tolist()).tolist(), others.tolist(), strict=True))
+            hashes = zip(hash_blocks(view, others.tolist()).tolist(), others.tolist(), strict=True)
+            # What another load has brought is not this one's.
+            at = {lay: block for lay, block in hashes if self._right.get((load.layout.index, block)) != lay}
             found[missing] = [at[lay] * size if lay in at else -1 for lay in load.there[missing].tolist()]
         return found
 

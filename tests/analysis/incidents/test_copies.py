@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
+from kvcanary.analysis.incidents.seen.evidence import Filled, evidence_of
 from kvcanary.kernels.ops.end_hash.reference import end_hashes
 from kvcanary.recorder.capture.host_arrays import CopyEnds
 from kvcanary.recorder.capture.privacy import Privacy
@@ -222,6 +223,26 @@ def test_a_load_that_lands_elsewhere(copies: Copies, tmp_path: Path) -> None:
     assert incidents == ["load_landed_elsewhere"]
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["behind it", "before it"])
+def test_a_slot_that_another_load_filled_is_not_where_a_load_landed(
+    copies: Copies, tmp_path: Path, first: bool
+) -> None:
+    loads = [(12, (RIGHT, EMPTY, EMPTY), 24), (24, (RIGHT, RIGHT, OTHER), -1)]
+    for dst, ends, landed in loads[:: -1 if first else 1]:
+        copies.copy(4, dst, ends, landed=landed, **LOAD)
+    findings, incidents = copies.found(tmp_path / "r")
+    assert findings == [("copy_differs", "nothing_landed", 12)]
+    assert incidents == ["failed_load_counted_loaded"]
+
+
+def test_a_slot_that_another_load_was_to_fill_otherwise_is(copies: Copies, tmp_path: Path) -> None:
+    copies.copy(4, 12, (RIGHT, EMPTY, EMPTY), landed=24, **LOAD)
+    copies.copy(8, 24, (OTHER, RIGHT, EMPTY), **LOAD)
+    findings, incidents = copies.found(tmp_path / "r")
+    assert {slot for _, cause, slot in findings if cause == "landed_elsewhere"} == {12, 24}
+    assert incidents == ["load_landed_elsewhere"]
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_a_load_of_what_nobody_knows_that_changes_nothing(copies: Copies, tmp_path: Path, filled: bool) -> None:
     """What lay there may be the same bytes, if anything ever did."""
@@ -231,6 +252,13 @@ def test_a_load_of_what_nobody_knows_that_changes_nothing(copies: Copies, tmp_pa
     findings, incidents = copies.found(tmp_path / "r")
     assert findings == ([] if filled else [("copy_differs", "nothing_landed", 12)])
     assert incidents == ([] if filled else ["failed_load_counted_loaded"])
+
+
+def test_what_a_load_is_judged_for_it_has_filled(copies: Copies, tmp_path: Path) -> None:
+    copies.copy(4, 12, (RIGHT, OTHER, EMPTY), **LOAD)
+    copies.found(tmp_path / "r")
+    (lead,) = find_incidents(tmp_path / "r", [copies.path]).leads
+    assert evidence_of(lead.cluster).filled is Filled.LOAD
 
 
 def test_a_load_whose_pages_are_shifted(copies: Copies, tmp_path: Path) -> None:

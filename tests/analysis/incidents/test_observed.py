@@ -1,10 +1,15 @@
 """What tells mechanisms apart, asked of signs alone."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvcanary.analysis.incidents.seen.observed import handed_round
+from kvcanary.analysis.incidents.cluster import Cluster
+from kvcanary.analysis.incidents.facts import Begin, Facts
+from kvcanary.analysis.incidents.seen.observed import handed_round, last_of_its_prompt, left_out_of_a_hit
+from kvcanary.analysis.incidents.sign import Sign
+from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
 
 @pytest.mark.parametrize(
@@ -26,3 +31,39 @@ def test_tokens_that_go_round_among_requests(fed: list[tuple[int, int, int]], fo
     head.append(SimpleNamespace(kind="input_not_truth", event=3, request_id=9, expected_token=9, stored_token=5))
     cluster: Any = SimpleNamespace(head=head)
     assert [sign.request_id for sign in handed_round(cluster)] == found
+
+
+def cluster_of(sign: Sign, begin: Begin) -> Cluster:
+    """A sign of a group of a window of 40, pages of 32, whose request began as `begin` says with a prompt of 97 tokens."""
+    groups = (PoolGroup(name="sliding", kind="swa", window=40, num_slots=256, page_size=32),)
+    facts = Facts(header=TraceHeader(groups=groups, tables=(StateTable(rows=4, width=128),)), begins={7: begin})
+    facts.prompts[7] = 97
+    return Cluster(signs=[sign], kinds=Counter(), reasons=Counter(), facts=facts)
+
+
+def sign_of(position: int, slot: int, kind: str = "input_not_truth", runner: int = 0) -> Sign:
+    of = {"request_id": 7, "request": "", "row": 1, "group": 0, "bits": 0, "event": 5, "forward": 2, "mode": "extend"}
+    return Sign(kind=kind, runner=runner, position=position, slot=slot, **of)
+
+
+@pytest.mark.parametrize(
+    ("position", "slot", "event", "found"),
+    [(24, 24, 5, True), (24, 40, 5, False), (64, 24, 5, False), (24, 24, 4, False)],
+    ids=["left out", "another page", "computed by itself", "lost later"],
+)
+def test_what_a_hit_has_left_out_of_its_window(position: int, slot: int, event: int, found: bool) -> None:
+    sign = sign_of(position, slot, "read_after_free")
+    cluster = cluster_of(sign, Begin(event=event, forward=event, prefix_len=64, extend_len=33))
+    assert left_out_of_a_hit(cluster, sign) == found
+
+
+@pytest.mark.parametrize(
+    ("position", "prefix", "runner", "found"),
+    [(96, 96, 0, True), (95, 95, 0, False), (96, 64, 0, False), (96, 96, 1, False)],
+    ids=["the last", "not the last", "not alone", "a draft's"],
+)
+def test_the_last_token_of_a_prompt_alone(position: int, prefix: int, runner: int, found: bool) -> None:
+    sign = sign_of(position, 60, runner=runner)
+    assert (
+        last_of_its_prompt(cluster_of(sign, Begin(event=5, forward=2, prefix_len=prefix, extend_len=1)), sign) == found
+    )

@@ -13,6 +13,7 @@ from kvcanary.kernels.capture import model_forward
 from kvcanary.kernels.ops.end_hash import triton as end_hash
 from kvcanary.recorder.engines.sglang import history
 from kvcanary.recorder.engines.sglang.connectors import device_copies, host_cache, host_pools
+from kvcanary.recorder.engines.sglang.connectors.host_copies import HostCopies
 from kvcanary.recorder.engines.sglang.connectors.host_pools import by_layer, copy_runs
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
@@ -127,6 +128,24 @@ def test_the_hop_that_lied_is_named(
     assert verdict == "corrupt"
     assert cause in causes
     assert first == incident
+
+
+def test_what_another_load_was_to_bring_to_a_page_is_not_this_ones() -> None:
+    here = torch.arange(8).repeat_interleave(4).reshape(8, 1, 4)  # of pages of one slot
+    loads: list[Any] = []
+    header = SimpleNamespace(groups=[SimpleNamespace(num_slots=8)])
+    kept = SimpleNamespace(otherwise=lambda: np.arange(8))
+    recorder: Any = SimpleNamespace(header=header, kv=[kept], kv_copy=lambda ends, **_: loads.append(ends))
+    copies = HostCopies(SimpleNamespace(page_size=1), recorder, [here], [here.clone()])
+    known = np.zeros(1, np.bool_)
+    for slots, found in (((2, 3), -1), ((2,), 1)):  # page 1 of the pool has it, too, then, and nobody knows why
+        here[1] = 0 if found < 0 else 1
+        for slot in slots:
+            with copies.load([(torch.tensor([slot]), torch.tensor([1]))], known):
+                here[3] = 1
+        copies.before_forward()
+        assert loads[0].landed.tolist() == [found]
+        loads.clear()
 
 
 def test_pools_that_lie_otherwise_are_recorded_without_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

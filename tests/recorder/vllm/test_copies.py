@@ -136,6 +136,18 @@ def test_a_load_that_lands_elsewhere(played: Played, held: tuple[int, ...]) -> N
     assert column(played.events()[-1], "landed") == [5 * SIZE if held else 6 * SIZE]
 
 
+def test_what_another_load_is_to_bring_to_a_block_is_not_this_ones(played: Played) -> None:
+    played.step(stores=[(2, "a")])
+    played.connector.lands = {5: 6}
+    loads = [("r", 0, 5, "a"), ("s", 0, 6, "a")]
+    played.connector._connector_metadata = {"stores": [], "loads": loads}
+    played.connector.start_load_kv()
+    played.copies.before_model(("r", "s"), lambda: {"r": [{5}], "s": [{6}]})
+    _, first, second = played.events()
+    assert column(first, "dst_hash") == column(first, "before_hash") != column(first, "src_hash")
+    assert (column(second, "src_hash"), column(first, "landed")) == (column(second, "dst_hash"), [-1])
+
+
 def test_a_load_that_lands_late_and_one_that_fails(played: Played) -> None:
     played.step(stores=[(2, "a")])
     played.connector.lands = {5: 0}

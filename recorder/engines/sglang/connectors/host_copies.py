@@ -43,6 +43,7 @@ class HostCopies:
         # Loads that have begun, and are not recorded yet; and which of their pages somebody else has stored.
         self._started: list[tuple[Load, BoolArray]] = []
         self._late: list[tuple[int, Load]] = []  # steps left, and pages of a load that had not landed
+        self._right: dict[int, int] = {}  # what a page was to get by its last load
         self._searches = SEARCHES
 
     def here(self, pages: Int64Array) -> Int64Array:
@@ -80,6 +81,7 @@ class HostCopies:
         """Take note of pages that come back, while the controller begins it; of slots that are `unknown` `[n]` nobody here has stored them."""
         pool, host = self._pages(ops)
         load = Load(pool, host, self.there(host), self.here(pool))
+        self._right |= dict(zip(pool.tolist(), load.there.tolist(), strict=True))
         yield
         self._started.append((load, unknown[:: self._size]))
 
@@ -132,7 +134,9 @@ class HostCopies:
             self._searches -= 1
             others = self._recorder.kv[0].otherwise() // self._size * self._size
             others = np.setdiff1d(others, [0, *load.pool.tolist()])
-            at = dict(zip(self.here(others).tolist(), others.tolist(), strict=True))
+            hashes = zip(self.here(others).tolist(), others.tolist(), strict=True)
+            # What another load has brought is not this one's.
+            at = {lay: page for lay, page in hashes if self._right.get(page) != lay}
             found[missing] = [at.get(lay, -1) for lay in load.there[missing].tolist()]
         return found
 

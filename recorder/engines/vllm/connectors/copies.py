@@ -114,7 +114,7 @@ class ConnectorCopies:
         self._searches = SEARCHES
         self._asked: set[tuple[int, int]] = set()  # blocks of groups that the connector was asked to load
         self._unchanged: set[tuple[int, int]] = set()  # those that hold what they held, by the bytes of all layers
-        self._right: dict[tuple[int, int], int] = {}  # what lay in a block of a group when a load to it ended
+        self._right: dict[tuple[int, int], int] = {}  # what a load is to bring to a block of a group, or has brought
         self._failed = False
         self._on_fault: OnFault = lambda _hook, _error: None
 
@@ -203,7 +203,10 @@ class ConnectorCopies:
         blocks = {(page.group.index, page.block) for page in pages}
         self._asked |= blocks
         self._unchanged -= blocks
-        return LoadJob(name, pages, self._ends.there(pages), self._ends.here(pages))
+        load = LoadJob(name, pages, self._ends.there(pages), self._ends.here(pages))
+        if isinstance(self._ends, HostEnds):
+            self._note_right(pages, load.there.read())
+        return load
 
     def asked_for(self, load: ExternalSlots) -> ExternalSlots:
         """Return those of the slots that the connector was asked to load; all if nobody knows what it was asked, or if it was
@@ -236,13 +239,16 @@ class ConnectorCopies:
         if isinstance(self._ends, HostEnds):  # which looks at all bytes, and at once
             same = np.flatnonzero((here == before) & (here != 0) & (here != there)).tolist()
             self._unchanged |= {(load.pages[i].group.index, load.pages[i].block) for i in same}
-        self._right |= {(page.group.index, page.block): n for page, n in zip(load.pages, here.tolist(), strict=True)}
+        self._note_right(load.pages, here)
         for at in wrong[here[wrong] == before[wrong]].tolist() if isinstance(self._ends, HostEnds) else ():
             one.landed[at] = self._search(one, at)
             if len(self._late) < MAX_LATE:
                 self._late.append((LATE_STEPS, one, at))
         self._landed.append(one)
         del self._landed[:-MAX_ENDED]  # what is loaded for a request that has gone is asked for by nobody
+
+    def _note_right(self, pages: list[Page], hashes: Int64Array) -> None:
+        self._right |= {(page.group.index, page.block): n for page, n in zip(pages, hashes.tolist(), strict=True)}
 
     def before_model(self, names: Sequence[str], held: Callable[[], dict[str, list[set[int]]]]) -> None:
         """Record the loads for a step's requests that have ended, and those that land late; `held` are the requests' blocks."""
