@@ -1,14 +1,13 @@
 """Runs the corpus's bugs of vLLM on a GPU, as many beside one another as there is room for, and judges what was recorded.
 
     python tests/corpus/on_gpu.py FOLDER --seconds 540 --at-once 12     # there, with the vLLM that runs on it
-    python tests/corpus/on_gpu.py FOLDER --judge                        # here: replays the traces in FOLDER
+    python tests/corpus/on_gpu.py FOLDER --judge --machine '2026-11-30, ...'    # here: replays them, and writes the page
 
 The patches are those that were written for the CPU; what they do to the scheduler, the block pool and the block tables is the
 same. Those that name what the CPU alone has are left out. Each setup runs without a bug, too.
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -39,6 +38,7 @@ ENVIRONMENT = {
 OF_THE_CPU = re.compile(r"CPU|cpu_attn|cpu_model_runner|cpu_worker")
 NOT_THERE = ("mla", "qwen3_next")  # of which the vLLM that runs there has no kernels
 A_RUN_S = 150.0
+PAGE = HERE.parents[1] / "docs" / "results" / "real-bugs-gpu.md"
 
 
 def engine_arguments(setup: str) -> dict[str, Any]:
@@ -113,32 +113,53 @@ def keep(run: Path, folder: Path, status: int) -> None:
     shutil.rmtree(run, ignore_errors=True)
 
 
-def judge(folder: Path) -> None:
-    """Replay what was recorded; print what each is found to be."""
-    from run import look, outcome
+def judge(folder: Path, machine: str) -> None:
+    """Replay what was recorded, print what each is found to be, and write the page."""
+    from run import CERTAIN, look, outcome
 
     load("vllm")
+    clean, outcomes = {}, []
     for path in sorted(folder.glob("clean-*.arrow")):
         _, summary, found, _ = look(path)
+        clean[path.stem.removeprefix("clean-")] = summary.verdict.value
         print(f"{path.stem}: {summary.verdict.value} {[row['kind'] for row in found.rows]}", flush=True)
-    counts = {"effective": 0, "found": 0, "right": 0, "sure": 0, "wrong and sure": 0}
     for path in sorted(folder.glob("vllm-*.arrow")):
-        bug = BUGS[path.stem]
-        one = outcome(bug, folder)
-        said, usual = (folder / f"{name}.json" for name in (path.stem, f"clean-{bug.setup}"))
-        changed = said.exists() and usual.exists() and said.read_text() != usual.read_text()
+        one = outcome(BUGS[path.stem], folder)
+        outcomes.append(one)
         print(
-            f"{path.stem}: {one.kind or 'nothing'} {one.score:.2f} in {one.found} of {one.reads}, "
-            f"{'answers changed' if changed else 'same answers'}, {bug.kinds}, {one.seen_by}",
+            f"{path.stem}: {one.kind or 'nothing'} {one.score:.2f} in {one.found} of {one.reads}, {one.bug.kinds}",
             flush=True,
         )
-        if one.reads >= 0 and bug.recorded:
-            sure = one.score >= 0.7
-            for key, holds in zip(
-                counts, (True, 0 <= one.found <= one.reads, one.right, sure, sure and not one.right), strict=True
-            ):
-                counts[key] += holds
-    print(json.dumps(counts))
+    judged = [o for o in outcomes if o.effective]
+    told = [o for o in judged if o.incidents]
+    sure = [o for o in judged if o.score >= CERTAIN]
+    in_time = sum(0 <= o.found <= o.reads for o in judged)
+    not_clean = [setup for setup, verdict in clean.items() if verdict != "clean"]
+    lines = [
+        "# Real bugs of vLLM on a GPU",
+        "",
+        "Made by `python tests/corpus/on_gpu.py FOLDER` (the engines, on a machine with a GPU) and `--judge` (on any); do not edit.",
+        "The patches of [real-bugs.md](real-bugs.md) that do not name what vLLM has on the CPU alone, with Model Runner V1, Triton's",
+        "attention, bfloat16 and prefix caching, eager, unchanged but for that: what they do to the scheduler, the block pool, the",
+        "block tables, the inputs and the connector is what they do there. Recorded without a wait for the device. A bug counts if",
+        "its patch marked a forward that reads the damage. Of what is recorded on the CPU alone (what a layer hands to its cache,",
+        "windows at the kernel's call, all bytes of a token) nothing can be found here; the header of each trace says so.",
+        "",
+        f"{machine}.",
+        "",
+        f"- **{len(clean) - len(not_clean)} of {len(clean)}** runs without a bug replay clean{': not ' if not_clean else ''}{', '.join(not_clean)}",
+        f"- {len(outcomes)} bugs ran, {len(judged)} of them effective: found **{len(told)}**, no later than in the forward that reads the damage first {in_time}",
+        f"- right kind first: **{sum(o.right for o in told)} of {len(told)}** that were found",
+        f"- said with {CERTAIN} or more: {len(sure)}, wrong **{sum(not o.right for o in sure)}**",
+        "",
+        "| bug | forward | kind | confidence | seen by |",
+        "| --- | --- | --- | ---: | --- |",
+    ]
+    for o in judged:
+        kind = o.kind if o.right else f"{o.kind or 'nothing'}, not {o.bug.kinds[0]}"
+        lines.append(f"| {o.bug.name} | {o.found} of {o.reads} | {kind} | {o.score:.2f} | {o.seen_by} |")
+    PAGE.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines[10:16]))
 
 
 def main() -> None:
@@ -146,13 +167,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--machine", default="", help="the date, the machine and its versions, for the page")
     parser.add_argument("--only", default="", help="runs whose name, or whose setup's, contains this")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.judge:
-        judge(options.folder)
+        judge(options.folder, options.machine)
         return
     if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         paths = [str(HERE), str(CONFORMANCE / "vllm"), os.environ.get("PYTHONPATH", "")]

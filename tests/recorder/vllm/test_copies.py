@@ -168,15 +168,17 @@ def test_only_blocks_that_the_connector_was_asked_for_count_as_loaded(played: Pl
     counted = ExternalSlots(0, SIZE, np.arange(4 * SIZE, 7 * SIZE), own=True)
     played.step(stores=[(2, "a")])
     played.step(loads=[(5, "a")])
-    asked = played.copies.asked_for(counted)
+    played.copies.has_begun = False
+    assert played.copies.asked_for(counted, is_over=False) is counted  # of this step it may be asked still
+    asked = played.copies.asked_for(counted, is_over=True)
     assert (asked.start, asked.slots.tolist()) == (2 * SIZE, [20, 21, 22, 23])
-    assert not played.copies.asked_for(counted).slots.size  # of another load nobody has spoken
+    assert not played.copies.asked_for(counted, is_over=True).slots.size  # of another load nobody has spoken
     played.step(loads=[(3, "a")])
-    assert played.copies.asked_for(counted) is counted  # what was asked for may be in the place of these
-    assert played.copies.asked_for(counted._replace(slots=np.arange(12, 16))).slots.size == SIZE
+    assert played.copies.asked_for(counted, is_over=True) is counted  # what was asked for may be in the place of these
+    assert played.copies.asked_for(counted._replace(slots=np.arange(12, 16)), is_over=True).slots.size == SIZE
     played.connector.broken = True
     played.step(stores=[(3, "a")])  # from here on nobody knows what it was asked
-    assert played.copies.asked_for(counted) is counted
+    assert played.copies.asked_for(counted, is_over=True) is counted
 
 
 def test_blocks_of_which_a_load_changed_nothing_hold_what_they_held(played: Played) -> None:

@@ -112,6 +112,7 @@ class ConnectorCopies:
         self._waiting: set[str] = set()  # whose loads have ended, and who have not run since
         self._late: list[tuple[int, EndedLoad, int]] = []  # steps left, load, which of its pages
         self._searches = SEARCHES
+        self.has_begun = False  # what a step loads before its forward
         self._asked: set[tuple[int, int]] = set()  # blocks of groups that the connector was asked to load
         self._unchanged: set[tuple[int, int]] = set()  # those that hold what they held, by the bytes of all layers
         self._right: dict[tuple[int, int], int] = {}  # what a load is to bring to a block of a group, or has brought
@@ -208,10 +209,14 @@ class ConnectorCopies:
             self._note_right(pages, load.there.read())
         return load
 
-    def asked_for(self, load: ExternalSlots) -> ExternalSlots:
+    def asked_for(self, load: ExternalSlots, *, is_over: bool) -> ExternalSlots:
         """Return those of the slots that the connector was asked to load; all if nobody knows what it was asked, or if it was
         asked for others as well, in the place of which these may be.
+
+        What is not over may be asked for only when the step's loads begin.
         """
+        if not (is_over or self.has_begun):
+            return load
         blocks = load.slots // self._layout.groups[load.group].block_size
         asked = [block for block in np.unique(blocks).tolist() if (load.group, block) in self._asked]
         self._asked.difference_update((load.group, block) for block in asked)

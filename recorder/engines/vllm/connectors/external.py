@@ -132,6 +132,8 @@ class ExternalLoads:
 
     def begin_step(self, running: Any) -> None:
         """Record the loads that go on beside a step: those of requests that do not take part in it."""
+        for copies in self._saying.values():
+            copies.has_begun = False
         for name in self._loads:
             if self._ends_are_seen and name not in running and name not in self._under_way:
                 self._under_way.add(name)
@@ -142,16 +144,16 @@ class ExternalLoads:
         failed = np.array(sorted(getattr(output, "invalid_block_ids", None) or ()), np.int64)
         lost = getattr(output, "failed_recving", None) or ()  # as a whole: of several groups no blocks are said
         for name in getattr(output, "finished_recving", None) or ():
-            self._over(name, failed, lost=name in lost)
+            self._over(name, failed, lost=name in lost, is_over=True)
         for group in self._groups if failed.size else ():  # a block is one group's; which one's is not said
             starts = failed[(failed > 0) & (failed < group.num_blocks)] * group.block_size
             slots = runs_to_slots(starts, np.full(starts.size, group.block_size, np.int64))
             if slots.size:
                 self._receive("failed", ExternalSlots(group.index, 0, slots, own=False), -1)
 
-    def _over(self, name: str, failed: Int64Array = _NO_BLOCKS, *, lost: bool = False) -> None:
+    def _over(self, name: str, failed: Int64Array = _NO_BLOCKS, *, lost: bool = False, is_over: bool = False) -> None:
         if name in self._loads:
-            self._record(name, "end", failed, lost=lost)
+            self._record(name, "end", failed, lost=lost, is_over=is_over)
             self._ended(name, self._loads[name])
             for copies in self._copies:
                 copies.flush(name, [(load.group, load.slots) for load in self._loads[name]])
@@ -175,13 +177,19 @@ class ExternalLoads:
         self._under_way.discard(name)
 
     def _record(
-        self, name: str, status: TransferStatus, failed: Int64Array = _NO_BLOCKS, *, lost: bool = False
+        self,
+        name: str,
+        status: TransferStatus,
+        failed: Int64Array = _NO_BLOCKS,
+        *,
+        lost: bool = False,
+        is_over: bool = False,
     ) -> None:
         known, room = self._requests.get(name), -1 if lost else self._room(name)
         saying = self._saying.get(self._loader(name)) if status == "end" else None
         loads = self._loads[name]
         if saying is not None:  # what counts as loaded, and was not asked for or did not come, holds what it held
-            loads = [part for load in loads for part in saying.changed(saying.asked_for(load))]
+            loads = [part for load in loads for part in saying.changed(saying.asked_for(load, is_over=is_over))]
         for load in loads:
             group = self._groups[load.group]
             # What failed is not what the other side holds; and of a window not all of that is read.

@@ -33,6 +33,7 @@ class StepStorage:
         """Hook where the connector loads, has saved, and says what has ended."""
 
         def on_load(*_args: Any, **_kwargs: Any) -> Finish:
+            copies.has_begun = True
             begun = [copies.begin_load(name, pages) for name, pages in self._named("loads").items()]
 
             def finish(_: Any, __: BaseException | None) -> None:
