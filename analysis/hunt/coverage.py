@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Final
 
 from ...recorder.trace.batch import EventView, TraceBatch
-from ...recorder.trace.schema import IDENTITY_KINDS, TIER_HOST, TIER_POOL
+from ...recorder.trace.schema import IDENTITY_KINDS, SEEN, TIER_HOST, TIER_POOL
 
 PATHS: Final = {
     "chunk": "parts of prompts, without the last of each",
@@ -59,7 +59,7 @@ class Coverage:
                 self.reached["abort"] += event.scalar("note") == "cancel"
             elif event.kind == "evict":
                 self.reached["evict"] += 1
-            elif event.kind == "kv_copy" and event.scalar("note") != "seen":  # nobody knows that it was saved
+            elif event.kind == "kv_copy" and event.scalar("note") != SEEN:  # nobody knows that it was saved
                 tiers = set(
                     zip(event.ints("copy_src_tier").tolist(), event.ints("copy_dst_tier").tolist(), strict=True)
                 )

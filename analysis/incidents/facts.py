@@ -27,7 +27,8 @@ class Fact:
     it was to be: its bytes are what they were before), remapped (a full slot, `via`, that led to another sliding-window slot
     leads to it now), sent, receiving, received, receive_failed, or changed (its bytes, without a write).
     `request_id` is whose event it was, -1 for nobody. A write behind a full-to-SWA table has its full slot in `via`, a
-    copy or load its source, and a load in `together` how often that was stored since what it held before was read. For a change `twin`
+    copy or load its source, and a load in `together` how often that was stored since what it held before was read,
+    and in `twin_kind` `SEEN` if nobody saw it stored, only that it has these bytes. For a change `twin`
     names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event` that write's event,
     `twin_kind` its kind (forward, transfer, or `HANDED_IN`: the model handed them in for that slot, which got others), `together`
     how many slots changed at once, `emptied` whether it holds zeros now, and `via` the last forward before.

@@ -24,7 +24,7 @@ from ...recorder.state.forward import Forward, UnusableEventError, batch_tokens,
 from ...recorder.state.tables import StateListener, StateTables
 from ...recorder.trace.header import TraceHeader
 from ...recorder.trace.reader import EventView, TraceBatch, TraceReader
-from ...recorder.trace.schema import LET_GO, NOBODYS, RECEIVE, TIER_POOL
+from ...recorder.trace.schema import LET_GO, NOBODYS, RECEIVE, SEEN, TIER_POOL
 from .facts import HANDED_IN, MAX_PLACES, NOBODY, Begin, Fact, Facts, Rewrite, SlotFacts, Status
 from .places import FINDING, Places
 
@@ -169,6 +169,9 @@ class _Gathering(StateListener):
         self._running: dict[int, int] = {}
         # By pool group and host slot: how often it was stored since it was read, and whether it was read since.
         self._stored: dict[tuple[int, int], tuple[int, bool]] = {}
+        self._only_seen: set[tuple[int, int]] = (
+            set()
+        )  # those that nobody stored: what was computed here for the same tokens
         self._changed_rows: list[tuple[int, int, int, int]] = []  # event, row, start, count
         self._filled = -1, _NOTHING, _NOTHING, _NOTHING  # the last event with changes, and their rows, starts and ends
         self._tables = StateTables(header, backend="cpu", listener=self)
@@ -254,7 +257,7 @@ class _Gathering(StateListener):
                 self._bytes.received(event)
         elif isinstance(event, CopyEvent):
             for copy in event.copies:
-                self._copy(copy)
+                self._copy(copy, event.note)
                 if copy.src_tier != TIER_POOL and event.request_id in self._requests:
                     self.facts.loads[event.request_id].append(self._event)
         elif isinstance(event, SampleEvent):
@@ -300,7 +303,7 @@ class _Gathering(StateListener):
         for slot in slots[self._slots[group][slots]].tolist():
             self._add(group, slot, Fact(event=self._event, what=what, request_id=request_id))
 
-    def _copy(self, copy: SlotCopy) -> None:
+    def _copy(self, copy: SlotCopy, note: str) -> None:
         """Note what was copied into wanted slots; of a load also how often its host slot was stored since it was read before that."""
         sources, targets = copy.src.tolist(), copy.dst.tolist()
         if copy.dst_tier != TIER_POOL:
@@ -312,6 +315,8 @@ class _Gathering(StateListener):
                     times, _ = self._stored.get((copy.group, source), (1, True))
                     self._stored[copy.group, source] = times, True
                 self._stored[copy.group, target] = times, False
+            change = self._only_seen.update if note == SEEN else self._only_seen.difference_update
+            change((copy.group, target) for target in targets if note == SEEN or self._only_seen)
             return
         for source, target in zip(sources, targets, strict=True):
             times = 0
@@ -320,7 +325,9 @@ class _Gathering(StateListener):
                 self._stored[copy.group, source] = times, True
             if self._slots[copy.group][target]:
                 what = "copied" if copy.src_tier == TIER_POOL else "loaded"
-                self._add(copy.group, target, Fact(event=self._event, what=what, via=source, together=times))
+                whose = SEEN if copy.src_tier != TIER_POOL and (copy.group, source) in self._only_seen else ""
+                fact = Fact(event=self._event, what=what, via=source, together=times, twin_kind=whose)
+                self._add(copy.group, target, fact)
 
     # --- forwards
 

@@ -75,9 +75,10 @@ class SlotEvent(KnownEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyEvent(KnownEvent):
-    """Slots that were overwritten with copies."""
+    """Slots that were overwritten with copies; `note` is whose word it is."""
 
     copies: tuple[SlotCopy, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +261,8 @@ def _copy_event(view: EventView, groups: Sequence[PoolGroup]) -> CopyEvent:
     for (index, source, target), mine in copies.items():
         read, written = (runs_to_slots(starts[mine], count[mine]) for starts in (src, dst))
         made.append(SlotCopy(group=index, src_tier=source, src=read, dst_tier=target, dst=written))
-    return CopyEvent(**_named(view), copies=tuple(made), parts=_expanded(*runs))
+    note = str(view.scalar("note") or "")
+    return CopyEvent(**_named(view), copies=tuple(made), parts=_expanded(*runs), note=note)
 
 
 def require_inside(runs: list[Int64Array], num_slots: list[int]) -> None:

@@ -192,6 +192,7 @@ SEND: Final = "send"
 RECEIVE: Final = "receive"
 TransferDirection = Literal["send", "receive"]
 TRANSFER_DIRECTIONS: Final = get_args(TransferDirection)
+SEEN: Final = "seen"  # the note of a copy that nobody made: what lies in the pool stands for what a storage may have
 PULLED: Final = "held ready"  # the note of a send of which the other side takes what it lacks
 
 SUBMITTED: Final = "submitted"  # the origin of a stream's bytes: what the model hands to the cache

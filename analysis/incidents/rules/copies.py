@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from ....recorder.trace.schema import SEEN
 from ..cluster import Cluster, Diagnosis, rule
 from ..seen.likely import POSSIBLE
 from ..seen.observed import half_of_a_page
@@ -91,10 +92,9 @@ def load_of_other_prefix(cluster: Cluster) -> Diagnosis | None:
     for sign, load in zip(cluster.head, loads, strict=True):
         if sign.bits & CONTENT and load is not None and load.what == "loaded":
             said = f"{sign.reader} read {sign.place} in {sign.when}, loaded in event {load.event}: it is the KV of another prefix, "
-            said += (
-                f"token {sign.stored_token} at position {sign.stored_position}, which lay under the key that was loaded"
-            )
-            # Of another position it may as well have been stored from another block than the key's.
-            score = 0.94 if sign.stored_position == sign.position else 0.66
+            said += f"token {sign.stored_token} at position {sign.stored_position}, which "
+            said += "was computed here before" if load.twin_kind == SEEN else "lay under the key that was loaded"
+            # It may as well have been stored wrong where nobody saw it stored, or if it is of another position than the key's.
+            score = 0.94 if sign.stored_position == sign.position and load.twin_kind != SEEN else 0.66
             return cluster.diagnosis(score, said, sign, load.event, sign.event, cause=load.event)
     return None

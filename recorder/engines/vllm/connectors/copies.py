@@ -17,7 +17,7 @@ from .....kernels.arrays import Int64Array
 from ....capture.device.recorder import DeviceRecorder
 from ....capture.host_arrays import CopyEnds, runs_to_slots
 from ....capture.recorder import Recorder
-from ....trace.schema import TIER_HOST, TIER_POOL
+from ....trace.schema import SEEN, TIER_HOST, TIER_POOL
 from ...common.copy_bounds import LATE_STEPS, MAX_LATE, MAX_SEARCHED_SLOTS, SEARCHES
 from ...common.end_looks import Look, Sums
 from ...common.hooking import EngineError, Hook, OnFault, while_true, wrap_method
@@ -177,7 +177,7 @@ class ConnectorCopies:
         """Record that a page of the host tier stands for what was seen in each block, by its hash."""
         held = np.array(hashes, np.int64)
         hosts = [self._pages.give(self, page) for page in pages]
-        self._record("seen", TIER_POOL, pages, hosts, TIER_HOST, held, held)
+        self._record(SEEN, TIER_POOL, pages, hosts, TIER_HOST, held, held)
 
     def load_seen(
         self, note: str, name: str, pages: list[Page], there: list[int], here: list[int], before: list[int]
