@@ -10,6 +10,7 @@ HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent / "models"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+OURS = ("HostConnector", "SilentConnector")
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -73,7 +74,10 @@ def engine_of(run: dict, **more: object) -> object:
 
         extra = {"cpu_bytes_to_use": 1 << 27, "shared_storage_path": run["stored"]}
         options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector=run["connector"], kv_role="kv_both", kv_connector_extra_config=extra
+            kv_connector=run["connector"],
+            kv_connector_module_path="host_connector" if run["connector"] in OURS else None,
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
         )
     if run["connector"] == "ExampleConnector":  # which takes whole prompts
         options |= {"enable_prefix_caching": False, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False}
