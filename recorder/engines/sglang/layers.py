@@ -147,7 +147,9 @@ def not_read(
                 unread = "what this attention backend is given is not read"
                 reason = "its layers are not hooked" if sees_windows is None else unread
                 found.append(NotWatched(what="other", name=f"{name}: {backend_name}", reason=reason))
-            elif "swa" in runner.groups and not sees_windows(part):
+            elif "swa" in runner.groups:
                 reason = "nothing shows the slots that they read"
+                if sees_windows(part):
+                    reason = "which pool's numbers they read their slots by; other slots than a request's are seen"
                 found.append(NotWatched(what="other", name=f"{name}: {backend_name}, sliding layers", reason=reason))
     return list(dict.fromkeys(found))

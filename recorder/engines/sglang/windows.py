@@ -6,18 +6,22 @@ it gets for the positions of the window and of the forward is what the request's
 the pool: the kernel is told of no slots, it gets what somebody has gathered. If two slots hold the same, nobody can tell
 which of them was read, and nothing comes of it.
 
+A request's row names its slots by the numbers of the pool without a window. The backend gathers from the pool with the window
+by these very numbers (0.5.23), also where the two pools number a token otherwise. So it takes for a request's own, too, what
+lies there: whether that is the request's is not judged, as the header says.
+
 Nothing is seen of a layer that is made with another window than its pool's. `intel_amx` looks up slots and makes its windows
 inside its kernels: of these nothing is known.
 """
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
+from ....kernels.arrays import BoolArray, Int64Array
 from ...capture.attention import row_read
 from ...capture.forward_input import AttentionInput, TableRead
 from ...capture.host_arrays import own_int64
@@ -47,7 +51,7 @@ class SlidingLayers:
 class WindowStep:
     """What is known of a forward's sliding layers, `[bs]` each: tokens in the cache, and new ones.
 
-    `own`: for each request the slots that the positions from `first` on have. `slots`: those that were read, and `ends`: of
+    `own`: for each request the slots that the positions from `first` on have, and what its row `numbers` them. `slots`: those that were read, and `ends`: of
     how many tokens, -1 for as many as there are; `counts` how many of the prefix.
     """
 
@@ -55,7 +59,8 @@ class WindowStep:
     extend: Int64Array
     first: Int64Array
     own: list[Int64Array]
-    slots: list[Int64Array] = field(default_factory=list)
+    numbers: list[Int64Array]
+    slots: list[Int64Array]
     ends: Int64Array
     counts: Int64Array | None = None
     complete: bool = True  # whether all of its layers could be compared
@@ -144,11 +149,17 @@ class WindowReads:
         prefix, extend = prefix_and_extend(batch, mode, rows.size, own_int64(batch.positions))
         first = np.maximum(prefix - group.window, 0)
         read = row_read(table, rows, prefix + extend, starts=first)
-        slots = own_slots(self._layout, layers.group, own_int64(read.slots))
-        own = np.split(slots, np.cumsum(own_int64(read.counts))[:-1]) if rows.size else []
-        step = WindowStep(prefix=prefix, extend=extend, first=first, own=own, ends=np.full(rows.size, -1, np.int64))
-        step.slots = [one.copy() for one in own]
-        return step
+        bounds, numbers = np.cumsum(own_int64(read.counts))[:-1], own_int64(read.slots)
+        own = np.split(own_slots(self._layout, layers.group, numbers), bounds) if rows.size else []
+        return WindowStep(
+            prefix=prefix,
+            extend=extend,
+            first=first,
+            own=own,
+            numbers=np.split(numbers, bounds) if rows.size else [],
+            slots=[one.copy() for one in own],
+            ends=np.full(rows.size, -1, np.int64),
+        )
 
     def on_window_kernel(
         self,
@@ -196,35 +207,41 @@ def _compare(step: WindowStep, number: int, given: tuple[Any, Any], halves: tupl
     """Hold K and V of a request, `[1, heads, keys, values]`, against what its slots hold in a layer's pool."""
     import torch
 
-    own, read = step.own[number], step.slots[number]
     keys, pool = given[0].shape[-2], halves[0].shape[0]
-    end = int(step.prefix[number] + step.extend[number])
+    own, first = step.own[number], int(step.first[number])
     if not own.size or not keys:
         return
-    alike = all(got.shape[1::2] == half.shape[1:] for got, half in zip(given, halves, strict=True))
-    if not alike or own.min() < 0 or own.max() >= pool:
+    fit = all(got.shape[1::2] == half.shape[1:] for got, half in zip(given, halves, strict=True))
+    numbered = [one for one in (step.numbers[number], own) if one.min() >= 0 and one.max() < pool]
+    if not fit or not numbered:
         step.complete = False
         return
-    slots = torch.from_numpy(own)
-    # [positions, heads, values]
-    held = [half[slots].to(got.dtype) for half, got in zip(halves, given, strict=True)]
-    came = [got[0].movedim(0, 1) for got in given]
-    behind = end - keys
-    if behind and not all(_same(mine[-1:], got[-1:]).all() for mine, got in zip(held, came, strict=True)):
-        step.ends[number], behind = keys, 0  # they begin with the request, and end elsewhere
-    begin = max(int(step.first[number]), behind)
-    skip, count = begin - int(step.first[number]), min(end, keys + behind) - begin
-    if count <= 0:
+    if len(numbered) > 1 and np.array_equal(numbered[0], own):
+        numbered.pop()
+    came = [got[0].movedim(0, 1) for got in given]  # [keys, heads, values]
+
+    def alike(begin: int, end: int, behind: int) -> BoolArray:
+        """Say of some positions whether the keys that lie so many places in front of them are those of their slots."""
+        got, found = [part[begin - behind : end - behind] for part in came], np.zeros(end - begin, np.bool_)
+        for slots in numbered:
+            places = torch.from_numpy(slots[begin - first : end - first])
+            held = [half[places].to(part.dtype) for half, part in zip(halves, got, strict=True)]
+            if all(torch.equal(*pair) for pair in zip(held, got, strict=True)):
+                return np.ones_like(found)
+            found |= (_same(held[0], got[0]) & _same(held[1], got[1])).numpy()
+        return found
+
+    end = first + own.size
+    behind = end - keys  # if they end with the request
+    if behind and not alike(end - 1, end, behind).all():
+        step.ends[number], behind = keys, 0  # if they begin with it
+    begin, end = max(first, behind), min(end, keys + behind)
+    if begin >= end:
         return
-    mine = [part[skip : skip + count] for part in held]
-    got = [part[begin - behind : begin - behind + count] for part in came]
-    if all(torch.equal(*pair) for pair in zip(mine, got, strict=True)):
-        return
-    same = _same(mine[0], got[0]) & _same(mine[1], got[1])
-    other = np.flatnonzero(~same.numpy())
-    other = other[read[skip + other] == own[skip + other]]  # an earlier layer has not read others there
+    other = begin - first + np.flatnonzero(~alike(begin, end, behind))
+    other = other[step.slots[number][other] == own[other]]  # an earlier layer has not read others there
     if other.size:
-        read[skip + other] = _slots_with([part[other] for part in got], halves)
+        step.slots[number][other] = _slots_with([part[first + other - behind] for part in came], halves)
 
 
 def _same(one: Any, other: Any) -> Any:
