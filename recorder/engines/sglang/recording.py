@@ -215,9 +215,9 @@ class SglangRecording:
 
         def look() -> None:
             attention = attention_input(model_runner, batch, mode_of(forward_mode), layout, self.layout)
-            seen = {} if self.windows is None else self.windows.take()
+            attention = with_windows(attention, {} if self.windows is None else self.windows.take())
             if attention is not None:
-                recorder.attention(with_windows(attention, seen))
+                recorder.attention(attention)
 
         def finish(_: Any, error: BaseException | None) -> None:
             if error is None:

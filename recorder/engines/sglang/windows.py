@@ -16,7 +16,7 @@ inside its kernels: of these nothing is known.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -51,8 +51,9 @@ class SlidingLayers:
 class WindowStep:
     """What is known of a forward's sliding layers, `[bs]` each: tokens in the cache, and new ones.
 
-    `own`: for each request the slots that the positions from `first` on have, and what its row `numbers` them. `slots`: those that were read, and `ends`: of
-    how many tokens, -1 for as many as there are; `counts` how many of the prefix.
+    `own`: for each request the slots that the positions from `first` on have, and what its row `numbers` them. `slots`:
+    those that were read, and `ends`: of how many tokens, -1 for as many as there are; `counts`: how many of the prefix the
+    first new token was let see.
     """
 
     prefix: Int64Array
@@ -121,13 +122,12 @@ class WindowReads:
             at, mode = layers.buffers.get(layer.layer_id), mode_of(batch.forward_mode)
             if at is None or mode not in _MODES or getattr(batch, "encoder_lens", None) is not None:
                 return None
-            if self._made.setdefault(layer.layer_id, layer.sliding_window_size) != window:
-                if group in self._steps:
-                    self._steps[group].complete = False
-                return None
             step = self._steps.get(group)
             if step is None:
                 step = self._steps[group] = self._begun(layers, batch, mode)
+            if self._made.setdefault(layer.layer_id, layer.sliding_window_size) != window:
+                step.complete = False
+                return None
             counts: list[int] = []
             self._running = _Running(step, (pool.k_buffer[at], pool.v_buffer[at]), counts)
 
@@ -190,17 +190,20 @@ class WindowReads:
             _compare(step, number, (key, value), running.halves)
 
 
-def with_windows(attention: AttentionInput, seen: dict[int, WindowStep]) -> AttentionInput:
+def with_windows(attention: AttentionInput | None, seen: dict[int, WindowStep]) -> AttentionInput | None:
     """Return what attention got, with what the sliding layers of groups got; of lengths that differ it is theirs."""
+    counted = {group: step.counts for group, step in seen.items() if step.counts is not None}
+    if attention is None:
+        return AttentionInput(prefix_counts=counted) if counted else None
     slots, seq_lens = [*attention.slots], own_int64(attention.seq_lens)
-    for group, step in seen.items():
-        if step.complete and step.counts is not None and len(step.own) == seq_lens.size:
+    for group in counted:
+        step = seen[group]
+        if step.complete and len(step.own) == seq_lens.size:
             counts = np.array([one.size for one in step.slots], np.int64)
             read = np.concatenate((np.empty(0, np.int64), *step.slots))
             slots[group] = TableRead(starts=step.first, counts=counts, slots=read)
             seq_lens = np.where(step.ends >= 0, step.ends, seq_lens)
-    counted = {group: step.counts for group, step in seen.items() if step.counts is not None}
-    return AttentionInput(seq_lens=seq_lens, query_lens=attention.query_lens, slots=tuple(slots), prefix_counts=counted)
+    return replace(attention, seq_lens=seq_lens, slots=tuple(slots), prefix_counts=counted)
 
 
 def _compare(step: WindowStep, number: int, given: tuple[Any, Any], halves: tuple[Any, Any]) -> None:
