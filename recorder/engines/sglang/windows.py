@@ -228,8 +228,8 @@ def _compare(step: WindowStep, number: int, given: tuple[Any, Any], halves: tupl
         got, found = [part[begin - behind : end - behind] for part in came], np.zeros(end - begin, np.bool_)
         for slots in numbered:
             places = torch.from_numpy(slots[begin - first : end - first])
-            held = [half[places].to(part.dtype) for half, part in zip(halves, got, strict=True)]
-            if all(torch.equal(*pair) for pair in zip(held, got, strict=True)):
+            held = [half.index_select(0, places).to(part.dtype) for half, part in zip(halves, got, strict=True)]
+            if all(torch.equal(_words(one), _words(other)) for one, other in zip(held, got, strict=True)):
                 return np.ones_like(found)
             found |= (_same(held[0], got[0]) & _same(held[1], got[1])).numpy()
         return found
@@ -245,6 +245,14 @@ def _compare(step: WindowStep, number: int, given: tuple[Any, Any], halves: tupl
     other = other[step.slots[number][other] == own[other]]  # an earlier layer has not read others there
     if other.size:
         step.slots[number][other] = _slots_with([part[first + other - behind] for part in came], halves)
+
+
+def _words(part: Any) -> Any:
+    """Return the bits of a tensor `[n, heads, values]` as words, which are compared the fastest; itself, if it is not made of such."""
+    import torch
+
+    whole = part.is_contiguous() and part.shape[-1] * part.element_size() % torch.int64.itemsize == 0
+    return part.view(torch.int64) if whole else part
 
 
 def _same(one: Any, other: Any) -> Any:
