@@ -2,8 +2,8 @@
 
 A layer calls the kernel once for each request, with K and V of all that the request has and a mask for its window, or none.
 Seen of each such layer: of how many tokens in front of a forward's first one the kernel is let see K and V, and whether what
-it gets for the positions of the window and of the forward is what the request's own slots hold. What is not is looked for in
-the pool: the kernel is told of no slots, it gets what somebody has gathered. If two slots hold the same, nobody can tell
+it gets for the positions of the window and of the forward, of its first head, is what the request's own slots hold. What is
+not is looked for in the pool: the kernel is told of no slots, it gets what somebody has gathered. If two slots hold the same, nobody can tell
 which of them was read, and nothing comes of it.
 
 A request's row names its slots by the numbers of the pool without a window. The backend gathers from the pool with the window
@@ -73,7 +73,7 @@ class WindowStep:
 
 
 class _Running(NamedTuple):
-    """The layer that runs: its step, its pool's K and V, and for each call so far how many tokens it was let see."""
+    """The layer that runs: its step, its pool's K and V of the first head, and for each call so far how many tokens it was let see."""
 
     step: WindowStep
     halves: tuple[Any, Any]
@@ -129,7 +129,7 @@ class WindowReads:
                 step.complete = False
                 return None
             counts: list[int] = []
-            self._running = _Running(step, (pool.k_buffer[at], pool.v_buffer[at]), counts)
+            self._running = _Running(step, (pool.k_buffer[at][:, 0], pool.v_buffer[at][:, 0]), counts)
 
             def done(_: Any, error: BaseException | None) -> None:
                 self._running = None
@@ -187,7 +187,7 @@ class WindowReads:
             seen = int(attn_mask[..., row, :before].sum()) if str(attn_mask.dtype) == "torch.bool" else -1
         running.counts.append(seen)
         if known:
-            _compare(step, number, (key, value), running.halves)
+            _compare(step, number, (key[0, 0], value[0, 0]), running.halves)
 
 
 def with_windows(attention: AttentionInput | None, seen: dict[int, WindowStep]) -> AttentionInput | None:
@@ -207,29 +207,28 @@ def with_windows(attention: AttentionInput | None, seen: dict[int, WindowStep]) 
 
 
 def _compare(step: WindowStep, number: int, given: tuple[Any, Any], halves: tuple[Any, Any]) -> None:
-    """Hold K and V of a request, `[1, heads, keys, values]`, against what its slots hold in a layer's pool."""
+    """Hold K and V of a request, `[keys, values]`, against what its slots hold of a layer, `[slots, values]`."""
     import torch
 
-    keys, pool = given[0].shape[-2], halves[0].shape[0]
+    keys, pool = given[0].shape[0], halves[0].shape[0]
     own, first = step.own[number], int(step.first[number])
     if not own.size or not keys:
         return
-    fit = all(got.shape[1::2] == half.shape[1:] for got, half in zip(given, halves, strict=True))
+    fit = all(got.shape[1:] == half.shape[1:] for got, half in zip(given, halves, strict=True))
     numbered = [one for one in (step.numbers[number], own) if one.min() >= 0 and one.max() < pool]
     if not fit or not numbered:
         step.complete = False
         return
     if len(numbered) > 1 and np.array_equal(numbered[0], own):
         numbered.pop()
-    came = [got[0].movedim(0, 1) for got in given]  # [keys, heads, values]
 
     def alike(begin: int, end: int, behind: int) -> BoolArray:
         """Say of some positions whether the keys that lie so many places in front of them are those of their slots."""
-        got, found = [part[begin - behind : end - behind] for part in came], np.zeros(end - begin, np.bool_)
+        got, found = [part[begin - behind : end - behind] for part in given], np.zeros(end - begin, np.bool_)
         for slots in numbered:
             places = torch.from_numpy(slots[begin - first : end - first])
             held = [half.index_select(0, places).to(part.dtype) for half, part in zip(halves, got, strict=True)]
-            if all(torch.equal(_words(one), _words(other)) for one, other in zip(held, got, strict=True)):
+            if all(torch.equal(*pair) for pair in zip(held, got, strict=True)):
                 return np.ones_like(found)
             found |= (_same(held[0], got[0]) & _same(held[1], got[1])).numpy()
         return found
@@ -244,29 +243,21 @@ def _compare(step: WindowStep, number: int, given: tuple[Any, Any], halves: tupl
     other = begin - first + np.flatnonzero(~alike(begin, end, behind))
     other = other[step.slots[number][other] == own[other]]  # an earlier layer has not read others there
     if other.size:
-        step.slots[number][other] = _slots_with([part[first + other - behind] for part in came], halves)
-
-
-def _words(part: Any) -> Any:
-    """Return the bits of a tensor `[n, heads, values]` as words, which are compared the fastest; itself, if it is not made of such."""
-    import torch
-
-    whole = part.is_contiguous() and part.shape[-1] * part.element_size() % torch.int64.itemsize == 0
-    return part.view(torch.int64) if whole else part
+        step.slots[number][other] = _slots_with([part[first + other - behind] for part in given], halves)
 
 
 def _same(one: Any, other: Any) -> Any:
-    """Return of which positions two tensors `[n, heads, values]` hold the same, `[n]`."""
-    return ((one == other) | (one.isnan() & other.isnan())).flatten(1).all(1)
+    """Return of which positions two tensors `[n, values]` hold the same, `[n]`."""
+    return ((one == other) | (one.isnan() & other.isnan())).all(1)
 
 
 def _slots_with(given: list[Any], halves: tuple[Any, Any]) -> Int64Array:
-    """Return which slot of a layer's pool holds K and V of each position, `[n, heads, values]` each; -1 if none is found."""
+    """Return which slot of a layer's pool holds K and V of each position, `[n, values]` each; -1 if none is found."""
     import torch
 
     likely = torch.arange(halves[0].shape[0])
     for value in (0, -1):  # a value of each row tells most of them apart
-        wanted, held = given[0][:, 0, value].float(), halves[0][:, 0, value].to(given[0].dtype).float()
+        wanted, held = given[0][:, value].float(), halves[0][:, value].to(given[0].dtype).float()
         likely = likely[torch.isin(held[likely], wanted)]
     likely = likely[:_MOST_LIKELY]
     rows = [half[likely].to(got.dtype) for half, got in zip(halves, given, strict=True)]
