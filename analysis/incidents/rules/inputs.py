@@ -7,6 +7,7 @@ from ..seen.observed import (
     begins_from_another,
     behind_its_rows_end,
     handed_round,
+    in_windows_alone,
     kept_nowhere,
     last_of_its_prompt,
     left_out_of_a_prompt,
@@ -288,10 +289,12 @@ def _swapped(cluster: Cluster) -> Diagnosis | None:
 
 @rule("sliding window read wrongly", branch="read")
 def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
-    """A forward reads fewer or more positions of its prefix than the sliding window has, or gets others of a ring. (lab)"""
+    """A forward reads fewer or more positions of its prefix than the sliding window has, or its layers with a window alone get
+    other slots than are its own: of a ring, or of a table that layers without one read as well. (lab)
+    """
     sign = cluster.finding("wrong_window")
     if sign is None:
-        return _got_of_ring(cluster) or _shifted(cluster)
+        return _got_of_ring(cluster) or _got_beside_the_table(cluster) or _shifted(cluster)
     said = f"in {sign.when} {sign.reader} {sign.detail}"
     return cluster.diagnosis(0.95, said, sign, queries=(events_query(sign.evidence),), cause=sign.event)
 
@@ -303,6 +306,16 @@ def _got_of_ring(cluster: Cluster) -> Diagnosis | None:
         return None
     score = 0.9 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
     said = f"in {sign.when} attention got another row of the window than is its own, at position {sign.position} of {sign.reader}: "
+    return cluster.diagnosis(score, said + sign.detail, sign, queries=(events_query(sign.evidence),), cause=sign.event)
+
+
+def _got_beside_the_table(cluster: Cluster) -> Diagnosis | None:
+    """Slots that layers with a window alone got, and that are not those of the table that they share with the others."""
+    sign = cluster.finding("attention_slots")
+    if sign is None or not in_windows_alone(cluster, sign):
+        return None
+    score = 0.9 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
+    said = f"in {sign.when} layers with a window got another slot than those without, of one table, at position {sign.position} of {sign.reader}: "
     return cluster.diagnosis(score, said + sign.detail, sign, queries=(events_query(sign.evidence),), cause=sign.event)
 
 
@@ -336,7 +349,7 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
 def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     """The attention backend's copy of the block table is overwritten in flight. (TensorRT-LLM#15546)"""
     sign = cluster.finding("attention_slots")
-    if sign is None or cluster.in_ring(sign):
+    if sign is None or cluster.in_ring(sign) or in_windows_alone(cluster, sign):
         return None
     score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
     said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "

@@ -30,6 +30,7 @@ from .observed import (
     has_its_row,
     has_no_slots_for_its_prompt,
     hit_what_it_was_given,
+    in_windows_alone,
     its_own_slot,
     kept_nowhere,
     last_of_its_prompt,
@@ -246,7 +247,7 @@ def _by_its_row(cluster: Cluster, seen: Evidence) -> Likely | None:
     sign, kinds, content = seen.sign, _kinds(cluster), _content(cluster)
     moved = row_moved(cluster, sign)
     looked = cluster.finding("attention_slots")
-    if looked is not None and cluster.in_ring(looked):
+    if looked is not None and (cluster.in_ring(looked) or in_windows_alone(cluster, looked)):
         return Likely("read", ("window_read_wrong", "attention_table_overwritten"))
     if looked is not None and not (moved and of_another(cluster, sign)):
         now = went_elsewhere(cluster, looked) or bool(kinds & {"write_to_foreign_slot", "table_entry_differs"})

@@ -519,3 +519,13 @@ def may_be_damaged(cluster: Cluster, sign: Sign) -> bool:
         return False
     stored = any(stream.origin != SUBMITTED for stream in header.groups[sign.group].streams)
     return stored and any(entry.what == "submitted" for entry in header.not_watched)
+
+
+def in_windows_alone(cluster: Cluster, sign: Sign) -> bool:
+    """Whether attention got other slots than the table's in layers with a window alone, though others read the same table."""
+    if sign.kind != "attention_slots" or not cluster.window(sign) or not cluster.is_sliding(sign):
+        return False
+    mine = cluster.groups[cluster.group(sign)]
+    others = [one for one in cluster.groups if (one.runner, one.table, one.window) == (mine.runner, mine.table, 0)]
+    here = [other for other in cluster.signs if other.kind == "attention_slots" and other.event == sign.event]
+    return bool(others) and all(cluster.window(other) for other in here)

@@ -5,8 +5,8 @@ own. And what is damaged between the last layer and the runner's return is damag
 
 What attention is given is read there too: `torch_native` and `intel_amx` have no tables of their own, each of their layers
 reads the batch's `seq_lens`, which count the tokens of this forward, but not those that a verify forward drafted, and the
-rows of `req_to_token`. Not read: in which slots layers with a sliding window read (how far back: `windows.py`), which
-`intel_amx` looks up anew in each forward; cross-attention; any other backend.
+rows of `req_to_token`. What layers with a sliding window read is seen of `torch_native` alone (`windows.py`): `intel_amx`
+looks up their slots anew in each forward. Not read: cross-attention; any other backend.
 """
 
 from collections.abc import Callable
@@ -130,18 +130,26 @@ def attention_parts(model_runner: Any) -> list[Any]:
     return parts or [backend]
 
 
-def not_read(model_runners: list[Any], layout: SglangLayout, *, inside: bool) -> list[NotWatched]:
-    """Return what of the runners' attention is not read; `inside`: their forwards are recorded around their layers."""
+def not_read(
+    model_runners: list[Any], layout: SglangLayout, sees_windows: Callable[[Any], bool] | None
+) -> list[NotWatched]:
+    """Return what of the runners' attention is not read.
+
+    `sees_windows` says of which backends the layers with a window are looked at; None: no forward is recorded around its layers.
+    """
     found = []
     for model_runner in model_runners:
         runner = layout.runners[id(model_runner)]
         name = layout.names[runner.index].name
         for part in attention_parts(model_runner):
             backend_name = type(part).__name__
-            if backend_name not in ROW_READERS or not inside:
-                reason = "what this attention backend is given is not read" if inside else "its layers are not hooked"
+            if backend_name not in ROW_READERS or sees_windows is None:
+                unread = "what this attention backend is given is not read"
+                reason = "its layers are not hooked" if sees_windows is None else unread
                 found.append(NotWatched(what="other", name=f"{name}: {backend_name}", reason=reason))
             elif "swa" in runner.groups:
-                reason = "this backend does not name the slots that they read"
+                reason = "nothing shows the slots that they read"
+                if sees_windows(part):
+                    reason = "which pool's numbers they read their slots by; other slots than a request's are seen"
                 found.append(NotWatched(what="other", name=f"{name}: {backend_name}, sliding layers", reason=reason))
     return list(dict.fromkeys(found))

@@ -16,6 +16,7 @@ from .layers import not_read
 from .layout import SglangLayout, on_gpu
 from .recurrent import without_states
 from .submitted import SubmittedKv
+from .windows import WindowReads
 
 logger = logging.getLogger("kvcanary")
 
@@ -30,11 +31,12 @@ def without_unseen(
     *,
     states: bool,
     submitted: SubmittedKv | None,
+    windows: WindowReads | None,
 ) -> TraceHeader:
     """Return a header that says what of the runners is not looked at; without `states`, those of recurrent layers are not.
 
-    `submitted` is what is looked at of what models hand to their pools, None for nothing; on a host, where that is all, their
-    layers are not hooked.
+    `submitted` is what is looked at of what models hand to their pools, `windows` of what layers with a window read, None for
+    nothing; on a host their layers are not hooked then.
     """
     entries, reason = [*header.not_watched], "what the model hands to the pool is not read"
     for index, runner in enumerate(header.runners):
@@ -44,7 +46,8 @@ def without_unseen(
         header, unseen = without_states(header, "its layers are not hooked")  # where they are read
         entries += unseen
     if not on_gpu(layout.tables[0]):
-        entries += not_read(model_runners, layout, inside=submitted is not None)
+        sees = windows.sees if windows is not None else None
+        entries += not_read(model_runners, layout, sees)
     return dataclasses.replace(header, not_watched=tuple(entries))
 
 

@@ -26,12 +26,12 @@ class SubmittedKv:
         mine = [
             pool for pool, group in zip(self._layout.pools, self._layout.groups, strict=True) if group.runner == runner
         ]
-        return all(_is_plain(pool) for pool in mine)
+        return all(is_plain(pool) for pool in mine)
 
     def hooks(self) -> Iterator[tuple[Any, Hook]]:
         """Yield each pool that is looked at, and what is to be called before its `set_kv_buffer`."""
         for number, pool in enumerate(self._layout.pools):
-            if _is_plain(pool) and self._layout.groups[number].streams:
+            if is_plain(pool) and self._layout.groups[number].streams:
                 yield pool, self._hook(number, pool)
 
     def take(self, tokens: int) -> dict[tuple[int, int], Any]:
@@ -72,7 +72,7 @@ class SubmittedKv:
         return on_store
 
 
-def _is_plain(pool: Any) -> bool:
+def is_plain(pool: Any) -> bool:
     """Say whether a pool lies on the host and stores what it is given as it is."""
     dtype = getattr(pool, "dtype", None)
     otherwise = getattr(pool, "is_quantized_kv_cache", False) or getattr(pool, "use_hnd", False)

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 from kvcanary.analysis.incidents.cluster import Cluster
 from kvcanary.analysis.incidents.facts import Begin, Facts
-from kvcanary.analysis.incidents.seen.observed import handed_round, last_of_its_prompt, left_out_of_a_hit
+from kvcanary.analysis.incidents.seen.observed import (
+    handed_round,
+    in_windows_alone,
+    last_of_its_prompt,
+    left_out_of_a_hit,
+)
 from kvcanary.analysis.incidents.sign import Sign
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
@@ -67,3 +72,39 @@ def test_the_last_token_of_a_prompt_alone(position: int, prefix: int, runner: in
     assert (
         last_of_its_prompt(cluster_of(sign, Begin(event=5, forward=2, prefix_len=prefix, extend_len=1)), sign) == found
     )
+
+
+@pytest.mark.parametrize(
+    ("signs", "found"),
+    [
+        ([("attention_slots", 1, 7)], True),
+        ([("attention_slots", 1, 7), ("attention_slots", 0, 9)], True),  # in a later forward
+        ([("attention_slots", 1, 7), ("attention_slots", 0, 7)], False),
+        ([("attention_slots", 0, 7)], False),
+        ([("attention_slots", 2, 7)], False),  # a table of its own
+        ([("swa_mapping_stale", 1, 7)], False),
+    ],
+    ids=[
+        "the window's alone",
+        "later the other's, too",
+        "both",
+        "the other's",
+        "of its own table",
+        "nothing attention got",
+    ],
+)
+def test_slots_that_layers_with_a_window_alone_got(signs: list[tuple[str, int, int]], found: bool) -> None:
+    groups = [SimpleNamespace(runner=0, table=table, window=window, lut=lut) for table, window, lut in TABLES]
+    of = [SimpleNamespace(kind=kind, group=group, event=event) for kind, group, event in signs]
+    cluster: Any = SimpleNamespace(
+        groups=groups,
+        signs=of,
+        group=lambda sign: sign.group,
+        window=lambda sign: groups[sign.group].window,
+        is_sliding=lambda sign: groups[sign.group].lut >= 0,
+    )
+    first: Any = of[0]
+    assert in_windows_alone(cluster, first) == found
+
+
+TABLES = ((0, 0, -1), (0, 4, 0), (1, 4, -1))  # of a group: its table, window, full-to-SWA table
