@@ -74,7 +74,8 @@ class WriteToForeignSlot(LedgerCheck):
     """A forward writes a slot that is not the writing request's, or that two requests of the forward write.
 
     The owner of a page goes on writing into it after a fork has joined it. Two requests that write the same token for the same
-    position to one slot in one step do no harm: they were given one page for what both begin with. Two requests writing one slot is
+    position to one slot in one step do no harm: they were given one page for what both begin with. Nor does one that has joined
+    a page, of which it had computed nothing, and computes the same tokens for the same positions. Two requests writing one slot is
     judged in every trace, the rest only if the trace promises to report every slot.
     """
 
@@ -90,7 +91,7 @@ class WriteToForeignSlot(LedgerCheck):
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         for judged in self.history.judge(view):
-            same = _as_another_writes(view, judged)
+            same = _same_again(view, judged)
             apart = judged._replace(writes=judged.writes[~same], write_bits=judged.write_bits[~same])
             yield from self.found(view, apart, self.writes, is_write=True)
 
@@ -247,10 +248,11 @@ class PaddingSlotRead(HistoryCheck):
             )
 
 
-def _as_another_writes(view: ForwardView, judged: Judged) -> BoolArray:
-    """Say which of the writes that are wrong `[n]` another request of the same step does, too: token, position and slot.
+def _same_again(view: ForwardView, judged: Judged) -> BoolArray:
+    """Say which of the writes that are wrong `[n]` leave in their slot what it holds, or what another request writes there.
 
-    A step may be told as several forwards. Then what an earlier one of them has written is what the slot's record says.
+    Another request of the same step writes the same token for the same position. Or the request has joined a page of which it
+    had computed nothing, and computes it all the same (an engine that de-duplicates what a chunk is about to compute).
     """
     slots, wrong = judged.group.request_slots, judged.writes
     if not len(wrong):
@@ -260,22 +262,36 @@ def _as_another_writes(view: ForwardView, judged: Judged) -> BoolArray:
     others = np.flatnonzero(np.isin(slots, slots[wrong[wrong < len(slots)]]))
     found = np.zeros(len(wrong), np.bool_)
     for n, entry in enumerate(wrong.tolist()):
-        if entry < len(slots):
+        if entry < len(slots) and tokens[entry] != UNKNOWN_TOKEN:
             mine = others[(slots[others] == slots[entry]) & (owners[others] != owners[entry])]
             same = (tokens[mine] == tokens[entry]) & (positions[mine] == positions[entry])
-            found[n] = bool(same.all()) and tokens[entry] != UNKNOWN_TOKEN
-            found[n] &= len(mine) > 0 or _written_in_an_earlier_part(view, judged, entry)
+            found[n] = bool(same.all())
+            found[n] &= len(mine) > 0 or (
+                _holds_it(view, judged, entry)
+                and (_written_in_an_earlier_part(view, judged, entry) or _joined_whole(view, judged, entry))
+            )
     by = judged.group.writers(wrong)
     return found & ~np.isin(by, by[~found])  # who writes anything else there as well shares it with nobody
 
 
-def _written_in_an_earlier_part(view: ForwardView, judged: Judged, entry: int) -> bool:
-    """Whether a token's slot holds the same token for the same position since an earlier forward of the same step."""
+def _holds_it(view: ForwardView, judged: Judged, entry: int) -> bool:
+    """Whether a token's slot holds the same token for the same position."""
     pool, slot = judged.group.pool, int(judged.group.request_slots[entry])
-    _, by, _ = pool.last_writers(np.array([slot]))[0].tolist()
     record = record_words(pool.pool.tail[pool.group.halves[0]], written=False)[slot]
-    same = (
-        record[RECORD_TOKEN] == view.forward.input_ids[entry],
-        record[RECORD_POSITION] == view.forward.positions[entry],
-    )
-    return view.forward.forward - view.forward.part <= by < view.forward.forward and all(same)
+    same_token = record[RECORD_TOKEN] == view.forward.input_ids[entry]
+    return bool(same_token and record[RECORD_POSITION] == view.forward.positions[entry])
+
+
+def _written_in_an_earlier_part(view: ForwardView, judged: Judged, entry: int) -> bool:
+    """Whether a token's slot has been written by an earlier forward of the same step, which may be told as several."""
+    slot = int(judged.group.request_slots[entry])
+    _, by, _ = judged.group.pool.last_writers(np.array([slot]))[0].tolist()
+    return bool(view.forward.forward - view.forward.part <= by < view.forward.forward)
+
+
+def _joined_whole(view: ForwardView, judged: Judged, entry: int) -> bool:
+    """Whether a token's request was the last to join the slot, and had computed nothing of its page."""
+    slot, row = int(judged.group.request_slots[entry]), int(judged.group.writers(np.array([entry]))[0])
+    owner, prefix = int(view.forward.request_ids[row]), int(view.forward.prefix_lens[row])
+    begin = int(view.forward.positions[entry]) - slot % max(1, judged.group.pool.group.page_size)
+    return int(judged.ledger[slot, ledger.JOINER]) == owner and begin >= prefix

@@ -5,12 +5,16 @@ python lightllm_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 
 import random
 import sys
+from importlib import import_module
 from pathlib import Path
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "lightllm")]
 
 import engine as real  # noqa: E402
+from bugs import replaces  # noqa: E402
 from cloned import asking, main  # noqa: E402
 
 QWEN2 = "qwen2.model.Qwen2TpPartModel"
@@ -25,7 +29,27 @@ SETUPS = {
     "light-freed": real.Setup(layers=1, slots=120, running=3, chunk=28, tokens=30, overlap=False, longest=90),
     "light-equal": real.Setup(heads=2, kv_heads=1, slots=128, running=4, chunk=16, tokens=36, step=1, longest=100),
     "light-mixed": real.Setup(dim=32, slots=190, chunk=16, tokens=48, mixed=True, graphs=0),
+    "light-uncached": real.Setup(kv_heads=4, slots=180, chunk=20, tokens=50, running=4, radix=False, step=1),
+    "light-tuned": real.Setup(model=QWEN2, kv_heads=1, slots=160, chunk=26, tokens=52, graphs=3),
+    "light-uneven": real.Setup(layers=3, dim=32, slots=210, chunk=64, tokens=70, graphs=4, step=1),
+    "light-reserved": real.Setup(model=QWEN2, layers=1, heads=2, slots=200, chunk=18, tokens=36, running=5, graphs=0),
 }
+NEW_WEIGHTS = "new weights"  # who is "aborted" where a trainer brings them; nothing may run then
+
+
+@replaces(real.Engine, "abort")
+def abort(before, engine, name: str) -> None:
+    """Load new weights as LightLLM's own operations for trainers do, and flush the prefix cache."""
+    if name != NEW_WEIGHTS:
+        return before(engine, name)
+    operations = import_module("lightllm.server.router.model_infer.mode_backend.rl_backend_ops").RlBackendOps
+    seeded = torch.Generator().manual_seed(29)
+    weights = {
+        key: one if "norm" in key else one + 0.2 * torch.randn(one.shape, generator=seeded)
+        for key, one in real._weights().items()
+    }
+    engine.model.load_weights(weights)
+    return operations(engine.backend).flush_cache(None)
 
 
 def workload(setup: str) -> dict[int, list]:
@@ -95,6 +119,35 @@ def workload(setup: str) -> dict[int, list]:
             16: [("c", other + tokens(8), 10)],
             20: [("d", other + tokens(4), 7), ("e", tokens(30), 6)],
             34: [("f", shared + tokens(9), 8)],
+        }
+    if setup == "light-uncached":  # without a prefix cache: who comes takes what was just given back
+        return {
+            0: [("a", tokens(10), 6), ("b", tokens(16), 22), ("c", tokens(7), 12)],
+            5: [("d", tokens(24), 9)],
+            13: [("e", shared + tokens(8), 8), ("f", tokens(12), 7)],
+            24: [("g", tokens(28), 8), ("h", tokens(9), 10)],
+        }
+    if setup == "light-tuned":  # between which a trainer brings new weights
+        return {
+            0: [("a", shared + tokens(7), 8), ("b", tokens(15), 6)],
+            14: [("c", shared + tokens(3), 5)],
+            32: [NEW_WEIGHTS],
+            34: [("d", tokens(12), 8)],
+            37: [("e", shared + tokens(9), 9), ("f", other, 7)],
+            56: [("g", shared + tokens(4), 6)],
+        }
+    if setup == "light-uneven":  # the first of which is always the shortest
+        return {
+            0: [("a", tokens(6), 34), ("b", tokens(14), 12)],
+            8: [("c", tokens(25), 10)],
+            19: [("d", tokens(38), 8), ("e", tokens(30), 6)],
+        }
+    if setup == "light-reserved":  # prompts that come while others are answered
+        return {
+            0: [("a", tokens(9), 20), ("b", tokens(13), 18)],
+            5: [("c", shared + tokens(2), 12)],
+            11: [("d", tokens(16), 9)],
+            19: [("e", shared + tokens(11), 8), ("f", tokens(8), 8)],
         }
     return {  # that are answered beside prompts of others, one of which is aborted
         0: [("a", tokens(10), 14)],

@@ -352,4 +352,12 @@ ROUND_NOTES = (
             "its layers with a window read."
         ),
     ),
+    (
+        "ce40989b",
+        (
+            "The first since rounds 36 and 38 in LightLLM and LMDeploy, each in a setup of its own. None was wrong with 0.7 or more. One of the clean runs was called corrupt: LMDeploy "
+            "has a request compute again, into a page of another one's, what it joins in the midst of its prompt (mended behind the count). Two were found clean, since these "
+            "engines' adapters do not tell the recorder of embeddings or of new weights."
+        ),
+    ),
 )

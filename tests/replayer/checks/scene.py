@@ -44,9 +44,10 @@ class Scene:
         draft: bool = False,
         states: bool = False,
         padding_states: tuple[int, ...] = (),
+        page_size: int = 1,
     ) -> None:
         self.path = path
-        full = PoolGroup(name="full", num_slots=SLOTS, host_num_slots=SLOTS)
+        full = PoolGroup(name="full", num_slots=SLOTS, host_num_slots=SLOTS, page_size=page_size)
         groups = [replace(full, kind="swa", window=sliding) if sliding else full]
         if window:
             groups.append(PoolGroup(name="swa", kind="swa", window=window, lut=0, num_slots=SLOTS))

@@ -180,6 +180,28 @@ def test_padding_that_writes_a_live_slot_is_told_once(scene: Scene) -> None:
     assert "request 7" in rows[0]["detail"]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "token", "found"),
+    [(2, 0, False), (2, 1, True), (3, 0, True)],
+    ids=["same", "other tokens", "in its midst"],
+)
+def test_a_page_that_was_joined_to_be_computed_may_be_written_with_what_it_holds(
+    make_scene, prefix: int, token: int, found: bool
+) -> None:
+    """Of an engine that de-duplicates what a chunk is about to compute: slots 4 and 5 are one page."""
+    scene = make_scene(page_size=2)
+    scene.tokens[8] = scene.token(7) + token
+    for request, row, own in ((7, 1, [2, 3]), (8, 2, [6, 7])):
+        scene.status(request, "admitted", row)
+        scene.alloc(request, own)
+        scene.forward(Part(request=request, row=row, prefix=0, slots=tuple(own)))
+    scene.alloc(7, [4, 5])
+    scene.forward(Part(request=7, row=1, prefix=2, slots=(4, 5)))
+    scene.alloc(8, [4, 5], "shared")
+    scene.forward(Part(request=8, row=2, prefix=prefix, slots=(4, 5)[prefix - 2 :]))
+    assert bool(scene.judge("write_to_foreign_slot")) == found
+
+
 def test_without_a_promise_padding_is_judged_by_what_the_same_forward_uses(make_scene) -> None:
     scene = make_scene(told="")
     scene.alloc(7, [3, 4, 5, 6])
