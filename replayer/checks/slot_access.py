@@ -75,7 +75,7 @@ class WriteToForeignSlot(LedgerCheck):
 
     The owner of a page goes on writing into it after a fork has joined it. Two requests that write the same token for the same
     position to one slot in one step do no harm: they were given one page for what both begin with. Nor does one that has joined
-    a page, of which it had computed nothing, and computes the same tokens for the same positions. Two requests writing one slot is
+    a page in the midst of its prompt, had computed nothing of it, and computes the same tokens for the same positions. Two requests writing one slot is
     judged in every trace, the rest only if the trace promises to report every slot.
     """
 
@@ -290,8 +290,13 @@ def _written_in_an_earlier_part(view: ForwardView, judged: Judged, entry: int) -
 
 
 def _joined_whole(view: ForwardView, judged: Judged, entry: int) -> bool:
-    """Whether a token's request was the last to join the slot, and had computed nothing of its page."""
-    slot, row = int(judged.group.request_slots[entry]), int(judged.group.writers(np.array([entry]))[0])
+    """Whether a token's request was the last to join the slot, in the midst of what it computes, and had computed nothing of its page."""
+    group, slot = judged.group, int(judged.group.request_slots[entry])
+    row = int(group.writers(np.array([entry]))[0])
     owner, prefix = int(view.forward.request_ids[row]), int(view.forward.prefix_lens[row])
-    begin = int(view.forward.positions[entry]) - slot % max(1, judged.group.pool.group.page_size)
-    return int(judged.ledger[slot, ledger.JOINER]) == owner and begin >= prefix
+    begin = int(view.forward.positions[entry]) - slot % max(1, group.pool.group.page_size)
+    if int(judged.ledger[slot, ledger.JOINER]) != owner or begin < prefix:
+        return False
+    before = np.flatnonzero(group.positions == prefix - 1)
+    mine = before[group.readers(before) == row]
+    return any(writer == owner for _, _, writer in group.pool.last_writers(group.slots[mine]).tolist())
