@@ -9,11 +9,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from kvcanary.kernels.constants import UNKNOWN_TOKEN
+from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.capture.recorder import Recorder
+from kvcanary.recorder.engines.common.requests import TokenList
 from kvcanary.recorder.engines.vllm.connectors.copies import ConnectorCopies, ExternalSlots
 from kvcanary.recorder.engines.vllm.connectors.ends import DeviceEnds
 from kvcanary.recorder.engines.vllm.connectors.external import ExternalLoads
 from kvcanary.recorder.engines.vllm.connectors.landed import LandedBlocks
+from kvcanary.recorder.engines.vllm.connectors.landings import Keys, Told
 from kvcanary.recorder.engines.vllm.step import VllmRequest
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
@@ -236,3 +240,25 @@ def test_blocks_that_the_scheduler_hears_have_failed_are_recorded(tmp_path: Path
         "NixlConnector",
     )
     assert failed.ints("slot_start").tolist() == [3 * SIZE, 6 * SIZE]
+
+
+def test_keys_go_on_where_they_ended_and_begin_anew_with_other_tokens() -> None:
+    tokens, other = TokenList(), TokenList()
+    tokens.begin([3, 4, 5, 6, 7])
+    other.begin([3, 4, 5, 9, 7, 8, 2, 1])
+    adapter = (IdentityValue("adapter", "sql"),)
+    kept = Keys(Told("one", tokens.all(), tokens, ()), SIZE)
+    kept.go_on(tokens.all())
+    tokens.append([8, UNKNOWN_TOKEN, 1, 2, 3])
+    kept.go_on(tokens.all())
+    assert len(kept.found) == 1  # up to a token that nobody knows
+    now = Told("one", tokens.all(), tokens, ())
+    assert (
+        kept.are_of(now) and not kept.are_of(now._replace(of=other)) and not kept.are_of(now._replace(depends=adapter))
+    )
+    made = [Keys(told, SIZE) for told in (now, now._replace(of=other), now._replace(depends=adapter))]
+    for keys, of in zip(made, (tokens, other, tokens), strict=True):
+        keys.go_on(of.all())
+    assert made[0].found == kept.found
+    assert len({keys.found[0][0] for keys in made}) == 3 and len({keys.found[0][1] for keys in made}) == 2
+    assert len(made[1].found) == 2 and made[1].found[0] != made[1].found[1]

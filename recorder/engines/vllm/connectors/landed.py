@@ -12,6 +12,8 @@ device is the recorder's thread's.
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from ....trace.header import NotWatched
 from ...common.copy_bounds import MAX_SEEN_BYTES
 from ...common.hooking import Finish
@@ -121,13 +123,23 @@ class LandedBlocks:
         def blocks(group: VllmGroup, r: int, first: int, last: int) -> list[int]:
             return requests[r].blocks[group.gid][first:last] if requests[r].blocks else []
 
+        ends = step.prefix + step.extend
         written = [
             (group.index, block)
             for group in self._groups
-            for r, (prefix, extend) in enumerate(zip(step.prefix.tolist(), step.extend.tolist(), strict=True))
-            for block in blocks(group, r, prefix // group.block_size, -(-(prefix + extend) // group.block_size))
+            for r in self._rows(step, requests)
+            for block in blocks(group, r, step.prefix[r] // group.block_size, -(-ends[r] // group.block_size))
         ]
         self._before_model(step, requests, blocks, written)
+
+    def _rows(self, step: Step | DeviceStep, requests: Sequence[VllmRequest]) -> list[int]:
+        """Return the places of those of a step's requests that have changed, or begin or fill a block; most decodes do not."""
+        ends = step.prefix + step.extend
+        chosen = step.extend > 1
+        for group in self._groups:
+            chosen |= (step.prefix % group.block_size == 0) | (ends % group.block_size == 0)
+        chosen |= np.array([known.fresh or known.name in self._ended for known in requests], np.bool_)
+        return np.flatnonzero(chosen).tolist()
 
     def _before_model(
         self,
@@ -140,8 +152,8 @@ class LandedBlocks:
             self._again.pop(self._landings.over.popleft(), None)
         self._names, self._filled = step.names, []
         ended, partly = list[Ended](), {*written}
-        for r, known in enumerate(requests):
-            prefix, extend = int(step.prefix[r]), int(step.extend[r])
+        for r in self._rows(step, requests):
+            known, prefix, extend = requests[r], int(step.prefix[r]), int(step.extend[r])
             for g in self._groups:
                 full = blocks(g, r, prefix // g.block_size, (prefix + extend) // g.block_size)
                 partly.difference_update((g.index, block) for block in full)
@@ -153,7 +165,7 @@ class LandedBlocks:
             if not (loads or fills):
                 continue
             depends = tuple(value for value in known.identity if value.kind != "salt")
-            told = Told(known.name, known.tokens.all(), depends)
+            told = Told(known.name, known.tokens.all(), known.tokens, depends)
             ended += [Ended(told, load, prefix) for load in loads]
             for group in fills:
                 first = begin // group.block_size

@@ -13,35 +13,51 @@ import numpy as np
 
 from .....kernels.arrays import Int64Array
 from .....kernels.constants import UNKNOWN_TOKEN
+from ....capture.privacy import IdentityValue
 from ...common.copy_bounds import LATE_STEPS
 from ...common.end_looks import Look
+from ...common.requests import TokenList
 from ..layout import VllmGroup, VllmLayout
 from .copies import MAX_ENDED, ConnectorCopies, ExternalSlots
 from .ends import Page
 
 MAX_BLOCKS: Final = 1024  # that were loaded, and are looked at again
+MAX_KEPT: Final = 256  # requests whose blocks' keys are kept
 MAX_PARTS_BYTES: Final = 16 << 20  # of what is known of the parts of blocks that were computed, of a group
 Place = tuple[int, int]  # a group's index, and a block
 
 
 class Told(NamedTuple):
-    """A request's tokens `[n] int64` as they are now, and what its KV depends on beside them."""
+    """A request's tokens `[n] int64` as they are now, the list that they are `of`, and what its KV depends on beside them."""
 
     name: str
     tokens: Int64Array
-    depends: tuple[Any, ...]
+    of: TokenList
+    depends: tuple[IdentityValue, ...]
 
-    def blocks(self, size: int) -> list[tuple[bytes, bytes]]:
-        """Return, for each full block, the key of all tokens up to its end and its own; up to an unknown one."""
-        found, upto = [], hashlib.blake2b(digest_size=16)
-        for start in range(0, self.tokens.size - size + 1, size):
-            mine = self.tokens[start : start + size]
+
+class Keys:
+    """Of a request's full blocks of `size` tokens, `found`: the key of all tokens up to the end of each, and a hash of its own."""
+
+    def __init__(self, told: Told, size: int) -> None:
+        self._of, self._depends, self._size = told.of, told.depends, size
+        self._upto = hashlib.blake2b(digest_size=16)
+        self.found: list[tuple[bytes, bytes]] = []
+
+    def are_of(self, told: Told) -> bool:
+        """Say whether these are the beginning of a request's as it is told now."""
+        return self._of is told.of and self._depends == told.depends
+
+    def go_on(self, tokens: Int64Array) -> None:
+        """Add those of the blocks that are full now, up to one with an unknown token."""
+        size = self._size
+        for start in range(len(self.found) * size, tokens.size - size + 1, size):
+            mine = tokens[start : start + size]
             if (mine == UNKNOWN_TOKEN).any():
                 break
-            upto.update(repr([value for value in self.depends if value.start < start + size]).encode())
-            upto.update(own := mine.tobytes())
-            found.append((upto.digest(), own))
-        return found
+            self._upto.update(repr([value for value in self._depends if value.start < start + size]).encode())
+            self._upto.update(own := mine.tobytes())
+            self.found.append((self._upto.digest(), hashlib.blake2b(own, digest_size=8).digest()))
 
 
 class Filled(NamedTuple):
@@ -90,7 +106,7 @@ class Landing:
 
     name: str
     page: Page  # its key: of the tokens up to its end
-    own: bytes  # its own tokens
+    own: bytes  # a hash of its own tokens
     before: Held  # when it was allocated
     here: Held = _NOT_READ  # when it was looked at last
     is_known: bool = False  # here lies what was computed for these tokens
@@ -122,7 +138,8 @@ class Landings:
         self._landings: list[Landing] = []
         self._failed: set[int] = set()
         self._written: dict[Place, Any] = {}
-        # What has been computed: hash -> key, own tokens; key -> hash; key -> what each part holds. Of each group.
+        self._keys: OrderedDict[tuple[str, int], Keys] = OrderedDict()  # by request and tokens of a block
+        # What has been computed: hash -> key, hash of its own tokens; key -> hash; key -> what each part holds. Of each group.
         self._computed: list[OrderedDict[int, tuple[bytes, bytes]]] = [OrderedDict() for _ in layout.groups]
         self._hashes: list[OrderedDict[Any, int]] = [OrderedDict() for _ in layout.groups]
         self._parts: list[OrderedDict[Any, Int64Array]] = [OrderedDict() for _ in layout.groups]
@@ -150,6 +167,8 @@ class Landings:
     def forget(self, name: str) -> None:
         """Forget what was loaded for a request that has given its slots back."""
         self._before.pop(name, None)
+        for place in [place for place in self._keys if place[0] == name]:
+            del self._keys[place]
         self._keep(one for one in self._landings if one.name != name)
 
     def _keep(self, landings: Iterable[Landing]) -> None:
@@ -180,7 +199,7 @@ class Landings:
             self._written.pop(place, None)
         self._written |= dict.fromkeys(partly, "")
         for f in filled:
-            for block, (key, _) in zip(f.blocks, f.of.blocks(f.group.block_size)[f.first :], strict=False):
+            for block, (key, _) in zip(f.blocks, self._keys_of(f.of, f.group.block_size)[f.first :], strict=False):
                 if block:
                     self._written[f.group.index, block] = key
 
@@ -188,7 +207,7 @@ class Landings:
         """Record which of the blocks that were loaded, and are read as the prefix, hold what was computed for the same tokens."""
         (told, load, prefix), found = ended, list[Landing]()
         group, size = self._groups[load.group], self._groups[load.group].block_size
-        keys = told.blocks(size)
+        keys = self._keys_of(told, size)
         end = min(load.start + load.slots.size, prefix)  # what lies behind a load that failed is computed instead
         for place in range(-(-load.start // size), min(end // size, len(keys))):
             block = int(load.slots[place * size - load.start]) // size
@@ -206,6 +225,17 @@ class Landings:
         again = {id(one) for one in kept}
         self.over.extend((one.place, one.name) for one in found if id(one) not in again)
         self._keep([*self._landings, *kept])
+
+    def _keys_of(self, told: Told, size: int) -> list[tuple[bytes, bytes]]:
+        """Return the keys of a request's full blocks; those that were made before are not made anew."""
+        kept = self._keys.pop((told.name, size), None)
+        if kept is None or not kept.are_of(told):
+            kept = Keys(told, size)
+        kept.go_on(told.tokens)
+        self._keys[told.name, size] = kept
+        if len(self._keys) > MAX_KEPT:
+            self._keys.popitem(last=False)
+        return kept.found
 
     def _is_of_others(self, one: Landing) -> bool:
         """Say whether what lies in a block was computed for other tokens, by more layers than the first, which may not tell them apart."""
@@ -281,7 +311,7 @@ class Landings:
         self._keep(one for one in self._landings if id(one) not in over)
         new: dict[Page, int] = {}
         for f in filled:
-            for block, (key, own) in zip(f.blocks, f.of.blocks(f.group.block_size)[f.first :], strict=False):
+            for block, (key, own) in zip(f.blocks, self._keys_of(f.of, f.group.block_size)[f.first :], strict=False):
                 here = now.get((f.group.index, block), _NOT_READ)
                 page = Page(f.group, block, (here.hash, key))
                 if here.hash and not self._copies.has(page):
