@@ -38,6 +38,7 @@ def run(folder: Path, drafter: EagleProposer, *, skip: Any = None, serving: Any 
     return replayed(folder)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", ["plain", "few blocks", "small steps", "shared"])
 @pytest.mark.parametrize("kind", [EagleProposer, DraftModelProposer])
 def test_a_healthy_draft_replays_clean(tmp_path: Path, kind: type[EagleProposer], shape: str) -> None:
@@ -86,6 +87,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("at", "fault"), FAULTS, ids=lambda one: getattr(one, "__name__", one))
 def test_a_fault_of_the_draft_is_found(tmp_path: Path, at: str, fault: Any) -> None:
     done: list[int] = []
