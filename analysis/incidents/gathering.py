@@ -169,9 +169,8 @@ class _Gathering(StateListener):
         self._running: dict[int, int] = {}
         # By pool group and host slot: how often it was stored since it was read, and whether it was read since.
         self._stored: dict[tuple[int, int], tuple[int, bool]] = {}
-        self._only_seen: set[tuple[int, int]] = (
-            set()
-        )  # those that nobody stored: what was computed here for the same tokens
+        # Those that nobody stored: what was computed here for the same tokens.
+        self._only_seen: set[tuple[int, int]] = set()
         self._changed_rows: list[tuple[int, int, int, int]] = []  # event, row, start, count
         self._filled = -1, _NOTHING, _NOTHING, _NOTHING  # the last event with changes, and their rows, starts and ends
         self._tables = StateTables(header, backend="cpu", listener=self)

@@ -18,6 +18,7 @@ from kvcanary.recorder.engines.vllm.connectors.ends import DeviceEnds
 from kvcanary.recorder.engines.vllm.connectors.external import ExternalLoads
 from kvcanary.recorder.engines.vllm.connectors.landed import LandedBlocks
 from kvcanary.recorder.engines.vllm.connectors.landings import Keys, Told
+from kvcanary.recorder.engines.vllm.connectors.storages import Member
 from kvcanary.recorder.engines.vllm.step import VllmRequest
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
@@ -262,3 +263,15 @@ def test_keys_go_on_where_they_ended_and_begin_anew_with_other_tokens() -> None:
     assert made[0].found == kept.found
     assert len({keys.found[0][0] for keys in made}) == 3 and len({keys.found[0][1] for keys in made}) == 2
     assert len(made[1].found) == 2 and made[1].found[0] != made[1].found[1]
+
+
+def test_two_connectors_of_one_class_are_both_recorded(tmp_path: Path) -> None:
+    played = Played(tmp_path / "t.arrow")
+    requests: Any = played.requests
+    attached: list[int] = []
+    storages: Any = [SimpleNamespace(attach=lambda _, n=n: attached.append(n)) for n in range(2)]
+    members = [Member("HostConnector", storage, None) for storage in storages]
+    external = ExternalLoads("MultiConnector", played.layout, requests, played.recorder, None, members)
+    external.attach(lambda *_: None)
+    played.recorder.close()
+    assert attached == [0, 1]

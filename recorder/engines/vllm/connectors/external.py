@@ -63,18 +63,18 @@ class ExternalLoads:
         members: Sequence[Member],
     ) -> None:
         pages = HostPages(layout)
-        # Of those that say what they are asked to load, by the connector's name.
-        self._saying = {
-            member.name: ConnectorCopies(member.storage, layout, recorder, pages)
+        known = [
+            (member.name, ConnectorCopies(member.storage, layout, recorder, pages))
             for member in members
             if member.storage is not None
-        }
+        ]
+        self._saying = dict(known)  # of those that say what they are asked to load, by the connector's name
         # Of the others, what has landed.
         self._seen = [
             (ConnectorCopies(landed, layout, recorder, pages), landed)
             for landed in {member.landed for member in members if member.landed is not None}
         ]
-        self._copies = [*self._saying.values(), *(copies for copies, _ in self._seen)]
+        self._copies = [*(copies for _, copies in known), *(copies for copies, _ in self._seen)]
         self._connector = connector
         self._groups = layout.groups
         self._held = HeldReady(layout, requests, recorder)
@@ -132,7 +132,7 @@ class ExternalLoads:
 
     def begin_step(self, running: Any) -> None:
         """Record the loads that go on beside a step: those of requests that do not take part in it."""
-        for copies in self._saying.values():
+        for copies in self._copies:
             copies.has_begun = False
         for name in self._loads:
             if self._ends_are_seen and name not in running and name not in self._under_way:
