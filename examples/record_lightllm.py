@@ -6,7 +6,7 @@ Two overlapping turns of the inference loop, with and without CUDA graphs, one r
 
 from collections import deque
 
-from kvcanary import BlockUse, EngineInfo, PagedRecorder
+from kvcanary import BlockUse, EngineInfo, IdentityValue, PagedRecorder
 
 
 def attach(backend, path, **options):
@@ -17,7 +17,8 @@ def attach(backend, path, **options):
     pool, rows = model.mem_manager, model.req_manager
     table, slots = rows.req_to_token_indexs, pool.allocator
     prefill, decode, forward, post = backend.prefill, backend.decode, model.forward, backend._post_handle
-    leave, pause = context._filter, context.pause_reqs
+    leave, pause, load = context._filter, context.pause_reqs, model.load_weights
+    loads, declared = [0], {}  # how often new weights came; of each request what its KV depends on beside its tokens
     batch = []  # the requests of the forward that runs
     told = {"prefill": False, "rows": 0}  # what it is, and how many rows it has, padding's too
     launched = deque()  # forwards whose tokens are not known yet, and their rows
@@ -62,6 +63,10 @@ def attach(backend, path, **options):
         padding = told["rows"] - len(batch)
         lens = state.b_seq_len[len(batch) :].tolist()  # of padding
         prefixes = [req.cur_kv_len for req in batch]
+        for req in batch:
+            if declared.get(req.req_id) != (identity := depends_on(req)):
+                declared[req.req_id] = identity
+                recorder.declare(req.req_id, identity)
         new = lens if state.is_prefill else [1] * padding
         recorder.before_step(
             requests=[req.req_id for req in batch] + [None] * padding,
@@ -74,6 +79,11 @@ def attach(backend, path, **options):
             block_tables=table[state.b_req_idx.long()],
             seq_lens=state.b_seq_len,
         )
+
+    def depends_on(req):
+        media = req.multimodal_params
+        none = ("adapter", "salt") if media.get("images") or media.get("audios") else ("adapter", "salt", "media")
+        return [*(IdentityValue(kind, "") for kind in none), IdentityValue("weights", str(loads[0]))]
 
     def known(req):
         return req.shm_prompt_ids.arr[: req.input_len + req.shm_cur_output_len].copy()
@@ -117,7 +127,12 @@ def attach(backend, path, **options):
         leave(numbers, **rest)
         for number in numbers:
             given.pop(number, None)
+            declared.pop(number, None)
             recorder.ended(number)
+
+    def recorded_load(weights):
+        load(weights)
+        loads[0] += 1
 
     def told_before(run):
         def instead(state):
@@ -141,5 +156,5 @@ def attach(backend, path, **options):
         setattr(model, name, told_before(getattr(model, name)))
     model.forward, backend._post_handle = recorded_forward, recorded_post
     backend.prefill, backend.decode = recorded_turn(prefill, "prefill_reqs"), recorded_turn(decode, "decode_reqs")
-    context._filter, context.pause_reqs = recorded_leave, recorded_pause
+    model.load_weights, context._filter, context.pause_reqs = recorded_load, recorded_leave, recorded_pause
     return recorder

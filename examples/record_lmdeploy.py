@@ -5,11 +5,12 @@ One process and rank, with and without CUDA graphs, a step scheduled while the o
 checks it.
 """
 
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
-from kvcanary import BlockUse, EngineInfo, PagedRecorder
+from kvcanary import BlockUse, EngineInfo, IdentityValue, PagedRecorder
 
 
 @dataclass
@@ -28,6 +29,17 @@ class Step:
     given: dict = field(default_factory=dict)  # what the model gets
 
 
+def depends_on(seq, weights):
+    """Return what a sequence's KV depends on beside its tokens; `weights` counts how often the model got new ones."""
+    found = [IdentityValue("adapter", seq.adapter_name or ""), IdentityValue("salt", ""), IdentityValue("media", "")]
+    media = [(span.content_hash, span) for span in seq.prefix_cache.multimodal_spans]
+    for embedded in seq.history_embeddings.embeddings:
+        values = np.ascontiguousarray(embedded.embeddings).tobytes()
+        media.append((hashlib.blake2b(values, digest_size=16).hexdigest(), embedded))
+    found += [IdentityValue("media", held, one.start, one.end - one.start) for held, one in media]
+    return [*found, IdentityValue("weights", str(weights))]
+
+
 def attach(engine, loop, path, **options):
     """Record an engine that has not run yet; the recorder that comes back is closed when the engine is done."""
     scheduler, maker, agent = engine.scheduler, loop.inputs_maker, engine.executor.model_agent
@@ -39,6 +51,11 @@ def attach(engine, loop, path, **options):
     split = config.block_size // size  # kernels have smaller blocks than the scheduler, if they are asked to
     made, flying = deque(), deque()  # steps that have not run, and those whose tokens are not known
     ends, changes, running = {}, [], []  # of each sequence what has been given to the model; the step that runs
+    declared, update, updates = (
+        {},
+        agent.update_params,
+        [0],
+    )  # what sequences had when they declared it; how often weights came
 
     def kernel_blocks(blocks):
         return (np.asarray(blocks, np.int64)[:, None] * split + np.arange(split)).ravel().tolist()
@@ -107,6 +124,11 @@ def attach(engine, loop, path, **options):
         attention = given["attn_metadata"]
         starts, lens = attention.q_start_loc.tolist(), attention.q_seqlens.tolist()
         part = step.parts[number]
+        for seq in (step.seqs[row] for row in part):
+            has = len(seq.history_embeddings.embeddings), len(seq.prefix_cache.multimodal_spans), updates[0]
+            if declared.get(seq.seq_id) != has:
+                declared[seq.seq_id] = has
+                recorder.declare(seq.seq_id, depends_on(seq, updates[0]))
         rows = [*part, *range(len(step.seqs), len(step.seqs) + padding)]
         slots, tokens = written(attention), [t for row in part for t in range(starts[row], starts[row] + lens[row])]
         if padding:  # all are told, and where those of padding begin is not filled in
@@ -195,8 +217,15 @@ def attach(engine, loop, path, **options):
     def recorded_end(session_id):
         numbers = list(scheduler.sessions[session_id].sequences)
         end(session_id)
+        for number in numbers:
+            declared.pop(number, None)
         changes.extend((recorder.ended, number) for number in numbers)
 
+    def recorded_update(request):
+        update(request)
+        updates[0] += 1
+
+    agent.update_params = recorded_update
     maker._make_forward_inputs, agent._forward_impl, loop._make_infer_outputs = (
         recorded_make,
         recorded_run,

@@ -17,12 +17,13 @@ from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, 
 from .host_arrays import own_int64
 from .kv_layers import LayerPlaces
 from .kv_tensor import KvTensor
+from .privacy import IdentityValue
 from .recorder import Recorder
 from .recording import guarded
 from .slot_numbers import request_id_of
 
 Layers = Mapping[int, Any]  # a tensor for each layer
-MOST_KNOWN: Final = 1 << 16  # requests whose names have been recorded
+MOST_KNOWN: Final = 1 << 16  # requests of which it is known that their names have been recorded
 DERIVED: Final = (
     "the slot history is derived: by comparing block tables, prefix cache and free list, as the engine shows them before each "
     "forward, with what it showed before"
@@ -124,7 +125,9 @@ class PagedRecorder(Recorder):
         )
         self._block_size, self._ask = block_size, blocks
         self._blocks = ShownBlocks(padding_blocks)
-        self._known: set[Hashable] = set()
+        self._known: dict[
+            Hashable, Sequence[IdentityValue]
+        ] = {}  # requests that have been recorded, and what they declared
         self._ended: set[Hashable] = set()  # that are said to be over, and had blocks when these were shown last
         self._preempted: set[Hashable] = set()  # likewise
         self._ends: dict[Hashable, int] = {}  # of those that have blocks, how far their last forward went
@@ -211,6 +214,16 @@ class PagedRecorder(Recorder):
         super().kv_copy(**copy)
 
     @guarded
+    def declare(self, request: Hashable, identity: Sequence[IdentityValue]) -> None:
+        """Say what a request's KV depends on beside its tokens, before its first step, and anew whenever that changes.
+
+        Each kind of `IdentityValue` that the engine has should be among them, with "" where this request has none: what is not
+        declared is judged by nothing, and the verdict says so.
+        """
+        self._known.pop(request, None)
+        self._see(request, tuple(identity))
+
+    @guarded
     def ended(self, request: Hashable) -> None:
         """Say that a request has finished or was aborted; whoever loses its blocks without it may have been preempted."""
         if self._ask is not None:  # else nobody asks, and it would be kept for good
@@ -275,14 +288,14 @@ class PagedRecorder(Recorder):
         end, size = self._ends.get(request, 0), self._block_size
         return begin < end and self._blocks.was_taken_from(request, -(-end // size), -(-begin // size), use)
 
-    def _see(self, request: Hashable) -> int:
-        """Return a request's number, and record its name when it is new."""
+    def _see(self, request: Hashable, identity: Sequence[IdentityValue] = ()) -> int:
+        """Return a request's number, and record its name, with what it declares, when it is new."""
         number = _number(request)
         if request not in self._known:
             if len(self._known) >= MOST_KNOWN:
-                self._known.clear()  # a name that is recorded twice does no harm
-            self._known.add(request)
-            self.request(request_id=number, name=str(request))
+                del self._known[next(iter(self._known))]  # of the first; a name that is recorded twice does no harm
+            self._known[request] = None
+            self.request(request_id=number, name=str(request), identity=identity)
         return number
 
     def _record_changes(self, changes: Sequence[BlockChange]) -> None:

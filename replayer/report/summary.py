@@ -12,11 +12,13 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import TraceHeader
+from ...recorder.trace.schema import IDENTITY_KINDS
 from ..run.coverage import (
     COMPARED,
     WRITTEN,
     Watched,
     count_forwards,
+    count_identities,
     coverage,
     model_coverage,
     no_figures,
@@ -53,7 +55,7 @@ def combined_exit_code(codes: Iterable[int]) -> int:
 class Summary:
     """A replay's result; `to_json` gives the layout of `summary.json`, described in docs/reference/replay.md.
 
-    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`, `samples` is of `count_samples`; `whole_before_end` says that nothing is
+    `figures` counts what was seen of each runner's forwards, see `coverage.FIGURES`, `samples` is of `count_samples`, `told` of `count_identities`; `whole_before_end` says that nothing is
     missing but, perhaps, what would come behind the last event; `being_recorded` that more is being written there.
     """
 
@@ -83,6 +85,7 @@ class Summary:
     entries_read: int = 0
     figures: Int64Array = field(init=False)
     samples: Int64Array = field(init=False)
+    told: Int64Array = field(init=False)
     swa_divergence: dict[str, Any] | None = None
     transfers_sent: int = 0
     transfers_received: int = 0
@@ -126,6 +129,7 @@ class Summary:
         """Begin the counts with nothing."""
         self.figures = no_figures(self.header)
         self.samples = no_samples(self.header)
+        self.told = np.zeros(1 + len(IDENTITY_KINDS), np.int64)
 
     def count(self, batch: TraceBatch, end: int, judged: Int64Array) -> None:
         """Count the first `end` events of a batch; the forwards in rows `judged` `[n] int64`, ascending, were judged."""
@@ -134,6 +138,7 @@ class Summary:
         times = batch.scalar_ints("time_ns")[:end]
         self.first_time_ns = self.first_time_ns or next((int(t) for t in times if t), 0)
         self.last_time_ns = max(self.last_time_ns, int(times.max(initial=0)))
+        count_identities(self.told, batch, end)
         if not len(judged):
             return
         modes = batch.strings("mode")
@@ -152,6 +157,7 @@ class Summary:
             self.header,
             self.figures,
             self.samples,
+            self.told,
             recorded=self.events.get("forward", 0),
             judged=self.forwards,
             entries_read=self.entries_read,
@@ -237,7 +243,9 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        names = [item.name for item in dataclasses.fields(self) if item.name not in ("header", "figures", "samples")]
+        names = [
+            item.name for item in dataclasses.fields(self) if item.name not in ("header", "figures", "samples", "told")
+        ]
         values = {name: getattr(self, name) for name in names}
         values["requests_hit"] = list(self.requests_hit.values())[:MAX_LISTED]
         rows, header = self.coverage, self.header

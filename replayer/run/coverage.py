@@ -18,7 +18,14 @@ from ...kernels.constants import UNKNOWN_TOKEN
 from ...recorder.state.pools import GroupPool
 from ...recorder.trace.batch import TraceBatch
 from ...recorder.trace.header import KvStream, PoolGroup, StatePool, TraceHeader
-from ...recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, INT_LISTS, SUBMITTED
+from ...recorder.trace.schema import (
+    ATTENTION_LENS,
+    ATTENTION_SLOTS,
+    IDENTITY_KINDS,
+    INT_LISTS,
+    KEYFRAME_REQUEST,
+    SUBMITTED,
+)
 from ..checks import CHECK_NAMES
 
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
@@ -46,6 +53,7 @@ _NOT_TOLD: Final = {
     "allocator": "who shares a slot, and what the prefix cache holds",
     "complete": "",
 }
+_DEPENDS_ON: Final = {"adapter": "LoRA adapter", "salt": "cache salt", "weights": "weights", "media": "media"}
 _ITSELF: Final = frozenset({"pool", "runner", "graph", "other"})  # kinds whose names say what is meant
 # One of many.
 _NAMED: Final = frozenset(
@@ -185,10 +193,23 @@ def _samples_of(header: TraceHeader, samples: Int64Array) -> list[list[BoolArray
     return found
 
 
+def count_identities(told: Int64Array, batch: TraceBatch, end: int) -> None:
+    """Add to `told` the events among the first `end` that name a request, and behind them those that declare each kind of identity."""
+    named = np.array([kind == "request" for kind in batch.kinds[:end]], np.bool_)
+    if "keyframe" in batch.kinds[:end]:
+        named |= np.array([status == KEYFRAME_REQUEST for status in batch.strings("status")[:end]], np.bool_)
+    offsets, kinds = batch.offsets("identity_kind"), batch.values("identity_kind")
+    told[0] += np.count_nonzero(named)
+    for row in np.flatnonzero(named & (np.diff(offsets)[:end] > 0)).tolist():
+        declared = np.unique(kinds[offsets[row] : offsets[row + 1]])
+        told[1 + declared[(declared >= 0) & (declared < len(IDENTITY_KINDS))]] += 1
+
+
 def coverage(
     header: TraceHeader,
     figures: Int64Array,
     samples: Int64Array,
+    told: Int64Array,
     *,
     recorded: int,
     judged: int,
@@ -198,7 +219,7 @@ def coverage(
 ) -> list[Watched]:
     """Return how much was watched, in the order in which a person should read it.
 
-    `samples` are of `count_samples`, `figures` `[runners, figures] int64` were counted of the `judged` of `recorded` forwards. These, and walks of the prefix
+    `samples` are of `count_samples`, `told` of `count_identities`, `figures` `[runners, figures] int64` were counted of the `judged` of `recorded` forwards. These, and walks of the prefix
     cache, read `entries_read` slots of prefixes; of `unknown_entries` of them nobody knows what they must hold.
     """
     rows = [_forwards(judged, recorded), *_left_out(header)]
@@ -237,6 +258,7 @@ def coverage(
         _known("slots_read", entries_read, unknown_entries, "slots read: nobody knows what they must hold"),
         _known("tokens", tokens, unknown, "input tokens, which are unknown"),
         _ranks(header),
+        _identities(told),
         Watched("slot_history", "", int(header.slot_history == "complete"), 1, words=_NOT_TOLD[header.slot_history]),
         _checks(settings["checks"]),
         _AFTERWARDS,
@@ -245,6 +267,18 @@ def coverage(
 
 def _known(what: str, total: int, unknown: int, words: str) -> Watched:
     return Watched(what, "", total - unknown, total, words=f"{unknown:,} of {total:,} {words}" if unknown else "")
+
+
+def _identities(told: Int64Array) -> Watched:
+    requests, *declared = told.tolist()
+    lack = [
+        f"{_DEPENDS_ON[kind]} (of {requests - said:,} of {requests:,} requests)" if said else _DEPENDS_ON[kind]
+        for kind, said in zip(IDENTITY_KINDS, declared, strict=True)
+        if said < requests or not requests
+    ]
+    words = f"which {', '.join(lack)} KV is computed with" if lack else ""
+    reason = "the recorder was not told" if lack else ""
+    return Watched("identity", "", len(IDENTITY_KINDS) - len(lack), len(IDENTITY_KINDS), reason, words)
 
 
 def not_watched(rows: Sequence[Watched]) -> list[str]:

@@ -35,7 +35,7 @@ from .jobs import Job, Stretch
 
 _SUMS: Final = (
     *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read"),
-    *("figures", "samples", "transfers_sent", "transfers_received", "transfers_unmatched"),
+    *("figures", "samples", "told", "transfers_sent", "transfers_received", "transfers_unmatched"),
     *("num_marks", "num_injected"),
 )
 _COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle", "model_bytes")

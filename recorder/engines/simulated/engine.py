@@ -111,7 +111,8 @@ class SimulatedEngine:
         self._order += 1
         self.counters.requests += 1
         said: dict[str, Any] = {"prompt_len": request.prompt_len, "room": room, "labels": labels}
-        identity = (IdentityValue("adapter", spec.adapter),)
+        others = (IdentityValue("salt", ""), IdentityValue("weights", "the only ones"), IdentityValue("media", ""))
+        identity = (IdentityValue("adapter", spec.adapter), *others)
         self.recorder.request(request_id=request.request_id, name=request.name, **said, identity=identity)
         return request
 

@@ -293,8 +293,14 @@ class TransformersRecording:
         return request
 
     def _say(self, request: TransformersRequest) -> None:
-        """Record a request, with the weights that it is computed with from now on."""
-        identity = [IdentityValue("weights", str(self._weights.changes))]
+        """Record a request, with what it is computed with from now on; continuous batching has neither salts nor media."""
+        identity = [
+            IdentityValue("weights", str(self._weights.changes)),
+            IdentityValue("salt", ""),
+            IdentityValue("media", ""),
+        ]
+        if not self._weights.adapters:
+            identity.append(IdentityValue("adapter", ""))
         self.recorder.request(request_id=request.request_id, name=request.name, identity=identity, **request.said)
 
     def _request_id(self, name: str) -> int:

@@ -14,6 +14,7 @@ class Weights:
         self._seen: list[int] = []
         self._steps = 0
         self.changes = 0
+        self.adapters = True  # whether the model may be computed with some, by peft
 
     def look(self, model: Any) -> bool:
         """Look at a model before a step; return whether its weights have changed since the step before.
@@ -21,6 +22,7 @@ class Weights:
         torch counts what is done to a tensor in place. It does so neither for tensors that are for inference alone, nor for what
         goes through `.data`: that is not seen. Parameters in the place of others that live on are seen some steps late.
         """
+        self.adapters = hasattr(model, "peft_config")
         before = self._parameters
         found: list[Any] = [parameter() for parameter in before]
         if self._steps % LISTED_EVERY == 0 or any(one is None for one in found):

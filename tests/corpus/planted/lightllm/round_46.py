@@ -64,7 +64,6 @@ def slots_of_a_step_are_lent_from_the_list_that_is_freed_to(fired: Fired) -> Non
     "light-tuned",
     "cache_kept_over_new_weights",
     origin="NeMo RL",
-    late="not found: this adapter does not tell the recorder of new weights",
 )
 def prefix_cache_outlives_the_weights(fired: Fired) -> None:
     """When a trainer puts the engine aside to bring it new weights, the prefix cache is not reset. Prompts that begin as

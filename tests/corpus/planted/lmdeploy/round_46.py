@@ -87,7 +87,6 @@ def blocks_are_cached_when_they_are_allocated(fired: Fired) -> None:
     "InternLM/lmdeploy#4933",
     "lmd-embeds",
     "identity_not_in_key",
-    late="not found: this adapter does not tell the recorder of embeddings",
 )
 def embeddings_are_not_in_the_key(fired: Fired) -> None:
     """A request may have embeddings in the place of some of its tokens. The keys of the prefix cache are made of the tokens and
