@@ -360,4 +360,10 @@ ROUND_NOTES = (
             "engines' adapters do not tell the recorder of embeddings or of new weights."
         ),
     ),
+    (
+        "acbbaa9e",
+        (
+            "Chosen as those of the rounds before, in vLLM, SGLang and transformers, each in a setup that the corpus did not have."
+        ),
+    ),
 )

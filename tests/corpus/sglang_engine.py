@@ -447,6 +447,7 @@ def generate(setup: str, folder: Path) -> None:
     if setup in (
         "hybrid-page4-inside",
         "hybrid-page2-ring",
+        "hybrid-page4-emptied",
     ):  # what lies in front of a window stays for those who leave a prompt there
         os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
     if "uneven" in setup:

@@ -500,6 +500,47 @@ def _llama_page4_clones_no_tree(ask: Asked) -> None:
     ask.again = [twice, ask.tokens(15), twice, twice]
 
 
+def _qwen3_page4_rescaled(ask: Asked) -> None:
+    """Prompts of one chunk and of two, most of which are gone on with when the engine has been idle."""
+    ask.prompts = [ask.tokens(count) for count in (23, 36, 17)]
+    ask.again = [
+        ask.prompts[0] + ask.tokens(6),
+        ask.tokens(21),
+        ask.prompts[1] + ask.tokens(4),
+        ask.prompts[2] + ask.tokens(9),
+    ]
+
+
+def _llama_page8_agents(ask: Asked) -> None:
+    """Prompts that begin alike and soon part, of several pages each."""
+    start = ask.tokens(6)
+    ask.prompts = [start + ask.tokens(24), ask.tokens(35), ask.tokens(12)]
+    ask.again = [start + ask.tokens(31), ask.tokens(20), ask.prompts[1][:4] + ask.tokens(26), start + ask.tokens(17)]
+
+
+def _recurrent_resident(ask: Asked) -> None:
+    """Prompts of one chunk, three of which are answered at a time, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (13, 22, 8, 17)]
+    ask.again = [ask.prompts[0] + ask.tokens(5), ask.tokens(15), ask.prompts[3] + ask.tokens(3), ask.tokens(10)]
+
+
+def _hybrid_page8_rings(ask: Asked) -> None:
+    """Prompts shorter than the window, as long, and longer, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (9, 16, 27, 45)]
+    ask.again = [ask.prompts[2] + ask.tokens(7), ask.tokens(12), ask.prompts[0] + ask.tokens(20)]
+
+
+def _hybrid_page4_emptied(ask: Asked) -> None:
+    """Prompts of one chunk, and others that leave them further back than a window reaches."""
+    ask.prompts = [ask.tokens(count) for count in (31, 14, 27)]
+    ask.again = [
+        ask.prompts[0][:22] + ask.tokens(8),
+        ask.tokens(25),
+        ask.prompts[2][:16] + ask.tokens(11),
+        ask.prompts[1] + ask.tokens(6),
+    ]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -612,6 +653,12 @@ SETUPS = {
     "hybrid-page2-ring": Setup("mellum_hybrid", 2, 452, False, 3, False, then=_hybrid_page2_ring),
     "llama-lora-page2-tenants": Setup("llama", 2, 432, False, 3, False, then=_llama_lora_page2_tenants),
     "llama-page4-clones-no-tree": Setup("llama", 4, 420, False, 4, False, then=_llama_page4_clones_no_tree),
+    "qwen3-page4-rescaled": Setup("qwen3", 4, 476, False, 3, False, then=_qwen3_page4_rescaled),
+    "llama-page8-agents": Setup("llama", 8, 528, False, 2, False, then=_llama_page8_agents),
+    "recurrent-resident": Setup("lfm2", 1, 436, False, 3, False, then=_recurrent_resident),
+    "hybrid-page8-rings": Setup("mellum_hybrid", 8, 496, False, 3, False, then=_hybrid_page8_rings),
+    "hybrid-page4-emptied": Setup("mellum_hybrid", 4, 468, False, 2, False, then=_hybrid_page4_emptied),
+    "llama-host-page4-tight": Setup("llama", 4, 148, False, 3, False, then=_long_ones),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -652,4 +699,10 @@ TELLING = (
     "hybrid-page2-ring",
     "llama-lora-page2-tenants",
     "llama-page4-clones-no-tree",
+    "qwen3-page4-rescaled",
+    "llama-page8-agents",
+    "recurrent-resident",
+    "hybrid-page8-rings",
+    "hybrid-page4-emptied",
+    "llama-host-page4-tight",
 )

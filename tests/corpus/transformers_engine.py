@@ -370,6 +370,35 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(372, 22), 26, 8),
             ask("d", random_prompt(373, 105), 14, 14),
         ]
+    if setup == "llama-sessions":  # one behind the other, most of which begin alike, beside one that runs on
+        return [
+            ask("a", system + random_prompt(380, 13), 16),
+            ask("b", random_prompt(381, 20), 84, 1),
+            ask("c", system + random_prompt(382, 19), 15, 20),
+            ask("d", system + random_prompt(383, 9), 18, 40),
+            ask("e", system + random_prompt(384, 30), 12, 62),
+        ]
+    if setup == "qwen-long-prefills":  # of which some are prefilled in many chunks, and some in one
+        return [
+            ask("a", random_prompt(390, 39), 30),
+            ask("b", random_prompt(391, 118), 18, 2),
+            ask("c", random_prompt(392, 16), 26, 8),
+            ask("d", random_prompt(393, 87), 14, 15),
+        ]
+    if setup == "offload-qwen-stores":  # that come one behind the other, and begin like one that is being stored
+        return [
+            ask("a", system + random_prompt(400, 21), 11),
+            ask("b", random_prompt(401, 27), 40, 1),
+            ask("c", system + random_prompt(400, 21) + random_prompt(402, 6), 16, 15),
+            ask("d", system + random_prompt(400, 21) + random_prompt(403, 11), 12, 26),
+        ]
+    if setup == "few-turned-away":  # of which one begins like another, and finds no room for the rest
+        return [
+            ask("a", system + random_prompt(410, 5), 4),
+            ask("b", random_prompt(411, 17), 36),
+            ask("c", random_prompt(412, 12), 30, 1),
+            ask("d", system + random_prompt(413, 20), 14, 9),
+        ]
     return []
 
 
@@ -852,6 +881,15 @@ def generate(setup: str, folder: Path) -> None:
         by_address()
     if setup == "llama-capped":
         batching = {"num_blocks": 58, "max_batch_tokens": 30}
+    if setup == "llama-sessions":
+        batching = {"num_blocks": 62, "max_batch_tokens": 34}
+    if setup == "qwen-long-prefills":
+        batching = {"num_blocks": 86, "max_batch_tokens": 34}
+    if setup == "offload-qwen-stores":
+        batching |= {"num_blocks": 50, "max_batch_tokens": 42}
+        keeps_on_host({"a"}, 0)
+    if setup == "few-turned-away":
+        batching |= {"num_blocks": 12, "max_batch_tokens": 41}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
@@ -859,6 +897,7 @@ def generate(setup: str, folder: Path) -> None:
     sharp += ("qwen-adapters",)
     sharp += ("hybrid-long-chunks", "offload-qwen-store", "offload-qwen-behind-hits", "offload-transfers")
     sharp += ("qwen-recycled", "llama-capped")
+    sharp += ("llama-sessions", "qwen-long-prefills", "offload-qwen-stores", "few-turned-away")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

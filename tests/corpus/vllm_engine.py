@@ -108,7 +108,7 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
     if setup == "llama-lora-cold":  # the third tenant takes the first one's place, who comes again behind it
         turns = [adapter(folder, i, f"tenant {i}") for i in (1, 2, 3)]
         lora = [[turns[0], turns[1]], [turns[2], turns[1]], [turns[0], turns[0], turns[2]]]
-    if setup == "llama-lora-loads":
+    if setup in ("llama-lora-loads", "llama-lora-shares"):
         both = adapter(folder, 1, "tenant 1"), adapter(folder, 2, "tenant 2")
         lora = [both[0], both[1], both[0]]
     if setup == "llama-lora-reload":  # of other weights behind the first batch
@@ -206,6 +206,8 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
         if setup in ("llama-eagle-brim", "llama-loads-turns"):
             for one, question in zip(sampling, given, strict=True):
                 one.max_tokens = min(26 if "brim" in setup else 46, 256 - len(question["prompt_token_ids"]))
+        if setup == "llama-recycles" and number == 0:  # the first one is there until the others are done
+            sampling[0].max_tokens = 130
         if setup == "llama-streaming":
             outputs += with_further_input(llm, number, given, sampling)
             continue

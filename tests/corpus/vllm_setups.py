@@ -68,6 +68,13 @@ TELLING = (
     "hybrid-bursts",
     "qwen-ngram-tails",
     "qwen-loads-leaves",
+    "llama-recycles",
+    "mrope-interleaved",
+    "delta-continues",
+    "llama-eagle-names",
+    "hybrid-alone",
+    "llama-lora-shares",
+    "delta-resets",
 )
 
 
@@ -1527,3 +1534,85 @@ def _qwen_loads_leaves(ask: Asked) -> Batches:
         [first + ask.tokens(3), ask.tokens(118), ask.tokens(50), ask.tokens(151)],
         [ask.tokens(38), first[:66] + ask.tokens(9)],
     ]
+
+
+@setup("llama-recycles", "llama", {"max_num_batched_tokens": 152, "num_gpu_blocks_override": 31, "max_num_seqs": 3})
+def _llama_recycles(ask: Asked) -> Batches:
+    """Prompts: the first is answered for long, while others come and go beside it."""
+    return [
+        [ask.tokens(35), ask.tokens(57), ask.shared + ask.tokens(10), ask.tokens(44), ask.tokens(92), ask.tokens(28)],
+        [ask.shared + ask.tokens(19), ask.tokens(63)],
+    ]
+
+
+@setup("mrope-interleaved", "mrope", {"max_num_batched_tokens": 60, "num_gpu_blocks_override": 37, "max_num_seqs": 3})
+def _mrope_interleaved(ask: Asked) -> Batches:
+    """Prompts of several chunks beside one that is answered already."""
+    return [
+        [ask.tokens(26), ask.tokens(130), ask.shared + ask.tokens(39)],
+        [ask.tokens(31), ask.shared + ask.tokens(88)],
+    ]
+
+
+@setup(
+    "delta-continues",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 64, "num_gpu_blocks_override": 33, "max_num_seqs": 3},
+)
+def _delta_continues(ask: Asked) -> Batches:
+    """Prompts of several chunks, and such that go on behind what has been asked before."""
+    return [
+        [ask.tokens(110), ask.tokens(30)],
+        [ask.shared + ask.tokens(65), ask.tokens(18)],
+        [ask.shared[:66] + ask.tokens(27), ask.tokens(77)],
+    ]
+
+
+@setup(
+    "llama-eagle-names",
+    "llama",
+    {**EAGLE, "block_size": 64, "max_num_batched_tokens": 144, "num_gpu_blocks_override": 30, "max_num_seqs": 3},
+)
+def _llama_eagle_names(ask: Asked) -> Batches:
+    """Prompts of one chunk and of two, with drafts behind them."""
+    return [[ask.tokens(34), ask.tokens(159), ask.shared], [ask.shared + ask.tokens(68), ask.tokens(47)]]
+
+
+@setup("hybrid-alone", "hybrid", {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 58, "max_num_seqs": 1})
+def _hybrid_alone(ask: Asked) -> Batches:
+    """Prompts of several chunks, one after another, and such that go on behind what has been asked before."""
+    return [[ask.tokens(140), ask.shared + ask.tokens(20)], [ask.shared + ask.tokens(107), ask.tokens(39)]]
+
+
+@setup(
+    "llama-lora-shares",
+    "llama",
+    {
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+        "kv_transfer_config": LOADS,
+        "block_size": 64,
+        "max_num_batched_tokens": 140,
+        "num_gpu_blocks_override": 23,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_lora_shares(ask: Asked) -> Batches:
+    """Prompts of one tenant, some of which another one asks, too, and then the first once more."""
+    longer = [ask.shared + ask.tokens(9), ask.tokens(131)]
+    return [
+        longer,
+        [ask.tokens(75), longer[1] + ask.tokens(5), ask.shared[:67] + ask.tokens(12)],
+        [longer[0] + ask.tokens(60), ask.tokens(22)],
+    ]
+
+
+@setup(
+    "delta-resets",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 104, "num_gpu_blocks_override": 24, "max_num_seqs": 1},
+)
+def _delta_resets(ask: Asked) -> Batches:
+    """Prompts that have nothing in common, one after another."""
+    return [[ask.tokens(45), ask.tokens(71)], [ask.tokens(28), ask.tokens(115)]]
