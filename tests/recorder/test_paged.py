@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kvcanary.recorder.capture.block_use import BlockUse, ShownBlocks
 from kvcanary.recorder.capture.paged import PagedRecorder
+from kvcanary.recorder.capture.privacy import IdentityValue
 from kvcanary.recorder.trace.header import EngineInfo, Oracle
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from kvcanary.recorder.trace.schema import TIER_HOST
@@ -348,6 +349,43 @@ def test_who_is_said_to_have_ended_was_not_preempted(tmp_path: Path) -> None:
     }
     assert [left[seq.seq_id] for seq in asked] == ["retracted", "finished", "finished"]
     assert judged(tmp_path / "trace.arrow").verdict.value == "clean"
+
+
+ADAPTERS = [IdentityValue("adapter", "one"), IdentityValue("adapter", "two"), IdentityValue("adapter", "")]
+
+
+@pytest.mark.parametrize("said", ["nothing", "all", "some"])
+def test_what_kv_depends_on_beside_tokens_is_declared_or_said_not_to_be(tmp_path: Path, said: str) -> None:
+    llm = Llm()
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True)
+    others = [IdentityValue("salt", ""), IdentityValue("media", ""), IdentityValue("weights", "the first")]
+    asked = []
+    for number, adapter in enumerate(ADAPTERS):  # the cache knows tokens alone, and lends its blocks across adapters
+        asked.append(llm.add_request([*range(1, 2 * BLOCK + 1), 40 + number], 3))
+        if said == "all" or (said == "some" and number != 1):
+            recorder.declare(asked[-1].seq_id, [adapter, *others])
+        while llm.step():
+            pass
+    recorder.close()
+    summary = judged(tmp_path / "trace.arrow")
+    [row] = [row for row in summary.coverage if row.what == "identity"]
+    if said == "all":
+        assert (row.watched, row.total, row.words) == (4, 4, "")
+        assert set(summary.findings_by_kind) == {"identity"} and summary.first_finding["request"] == str(
+            asked[1].seq_id
+        )
+    elif said == "some":
+        each = "(of 1 of 3 requests)"
+        assert (
+            row.words
+            == f"which LoRA adapter {each}, cache salt {each}, weights {each}, media {each} KV is computed with"
+        )
+        assert set(summary.findings_by_kind) == {"identity"} and summary.first_finding["request"] == str(
+            asked[2].seq_id
+        )
+    else:
+        assert (row.watched, row.words) == (0, "which LoRA adapter, cache salt, weights, media KV is computed with")
+        assert summary.verdict.value == "clean"
 
 
 def test_attached_late_it_knows_nothing_of_what_was_before(tmp_path: Path) -> None:

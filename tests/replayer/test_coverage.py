@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kvcanary.kernels.arrays import Int64Array
 from kvcanary.recorder.engines.simulated.config import EngineConfig
@@ -19,6 +20,7 @@ from kvcanary.recorder.trace.header import (
     StateTable,
     TraceHeader,
 )
+from kvcanary.recorder.trace.schema import IDENTITY_KINDS
 from kvcanary.replayer.checks import CHECK_NAMES, Covered
 from kvcanary.replayer.cli.printer import ranks_there
 from kvcanary.replayer.cli.screen import one_line, show
@@ -32,6 +34,7 @@ from ..support.places import DATA
 
 WORKLOAD = RandomWorkload(seed=1, requests=6)
 AFTERWARDS = "what changed in a slot after it was looked at last"
+TOLD = np.full(1 + len(IDENTITY_KINDS), 7)  # requests, and how many of them declared what
 SETTINGS = ReplaySettings().to_json() | {"kv_hash": "partial"}
 
 
@@ -56,6 +59,7 @@ def _rows(
         header,
         figures,
         no_samples(header) if samples is None else samples,
+        TOLD,
         recorded=10,
         judged=10,
         entries_read=50,
@@ -128,7 +132,7 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
     figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0, 10]
     figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0, 8]
     given = {"recorded": 20, "judged": 18, "entries_read": 50, "unknown_entries": 5, "settings": SETTINGS}
-    rows = coverage(header, figures, no_samples(header), **given)
+    rows = coverage(header, figures, no_samples(header), TOLD, **given)
     words = not_watched(rows)
     assert "2 of 20 forwards, which were left out" in words
     assert "KV bytes of prefixes in 4 of 8 forwards of draft" in words

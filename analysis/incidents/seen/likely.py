@@ -21,6 +21,7 @@ from .observed import (
     came_to_another,
     came_with_its_load,
     computed_though_put_back,
+    fed_from_before,
     filled_while_read,
     given_at_once,
     given_to_two,
@@ -163,6 +164,8 @@ def _by_what_was_fed(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("input", ("async_resume_wrong_input", "future_map_overrun", "next_token_swap"))
     if any(k.startswith("input_") for k in kinds) and not begins_from_another(cluster):
         return Likely("input", _POSITIONS if seen.positions else ())
+    if fed_from_before(cluster, seen.sign):
+        return Likely("input", _POSITIONS)
     if behind_its_rows_end(cluster):
         return Likely("write", ("slot_mapping", "shared_page_written"))
     if "attention_lens" in kinds:

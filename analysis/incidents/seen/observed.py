@@ -3,7 +3,7 @@
 from ....recorder.trace.schema import SUBMITTED
 from ..cluster import Cluster
 from ..facts import HANDED_IN, Fact
-from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, Sign
+from ..sign import CHAIN, CONTENT, KV_HASH, POSITION, TOKEN, WRITE_POSITION, Sign
 
 
 def twice_in_batch(cluster: Cluster) -> bool:
@@ -137,6 +137,15 @@ def skipped(cluster: Cluster, sign: Sign) -> bool:
     if own is not None and any(own[0] < s.event < sign.event for s in cluster.facts.retractions(sign.request_id)):
         return False
     return told and cluster.facts.left_out(sign.request_id, sign.position, sign.event) and not cluster.joined(sign)
+
+
+def fed_from_before(cluster: Cluster, sign: Sign) -> bool:
+    """Whether the positions that a request is fed begin where, or before, it counts a slot as computed that holds other tokens.
+
+    By its positions it has no prefix there: what stands in its row is behind its end.
+    """
+    fed = [s.stored_position for s in cluster.head if s.request_id == sign.request_id and s.bits & WRITE_POSITION]
+    return bool(fed and sign.bits & TOKEN) and 0 <= min(fed) <= sign.position and sign.runner == 0
 
 
 def behind_its_end(cluster: Cluster, sign: Sign) -> bool:

@@ -196,3 +196,13 @@ class SilentConnector(HostConnector):
     """The same connector, of which the recorder knows nothing."""
 
     kvcanary_terms = None
+
+
+class IdleConnector(SilentConnector):
+    """A connector that never has anything, and so costs nothing by itself."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, False
+
+    def build_connector_meta(self, scheduler_output):
+        return Jobs()

@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent / "models"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-OURS = ("HostConnector", "SilentConnector")
+OURS = ("HostConnector", "SilentConnector", "IdleConnector")
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",

@@ -38,8 +38,8 @@ from runs import RUNS, GpuRun  # noqa: E402
 STARTED: list[subprocess.Popen[bytes]] = []  # one that nobody holds is waited for by the next one's start
 OVERHEAD = tuple(
     GpuRun(name=f"overhead-{runner}-{processes}-{kind}", base=base, runner=runner, graph="FULL_DECODE_ONLY",
-           spawned=processes == "two")
-    for runner, processes in (("v2", "two"), ("v2", "one"), ("v1", "one"))
+           spawned=processes == "two", connector="IdleConnector" if processes == "connector" else "")
+    for runner, processes in (("v2", "two"), ("v2", "one"), ("v1", "one"), ("v2", "connector"), ("v1", "connector"))
     for kind, base in (("plain", ""), ("recorded", "none"))
 )  # fmt: skip
 
@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for all engines but the overhead's")
     parser.add_argument("--at-once", type=int, default=16, help="engines side by side")
     parser.add_argument("--no-overhead", action="store_true", help="leave out what takes times")
+    parser.add_argument("--overhead", default="", help="of what takes times the engines whose name contains this")
     parser.add_argument("--no-write", action="store_true", help=f"leave {DOCUMENT.name} as it is")
     return parser.parse_args()
 
@@ -65,7 +66,7 @@ def main() -> int:
     folder = args.ran or args.keep or Path(tempfile.mkdtemp(prefix="conformance-vllm-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     if not args.ran:
-        overhead = [] if args.no_overhead else start_overhead(folder)
+        overhead = [] if args.no_overhead else start_overhead(folder, args.overhead)
         run_engines(runs, folder, args.timeout, args.at_once)
         (folder / "machine").write_text(machine())
         finish_overhead(overhead, folder, 200.0)
@@ -155,14 +156,14 @@ def end_traces() -> None:
             recorder.close()
 
 
-def start_overhead(folder: Path) -> list[tuple[GpuRun, subprocess.Popen]]:
+def start_overhead(folder: Path, only: str) -> list[tuple[GpuRun, subprocess.Popen]]:
     """Start the engines whose times are taken; they wait until all others are through."""
-    started = []
-    for number, run in enumerate(OVERHEAD):
+    started, wanted = [], [run for run in OVERHEAD if only in run.name]
+    for number, run in enumerate(wanted):
         place = folder / run.name
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        command = [sys.executable, str(HERE / "overhead.py"), str(folder), str(number), str(len(OVERHEAD))]
+        command = [sys.executable, str(HERE / "overhead.py"), str(folder), str(number), str(len(wanted))]
         with (place / "log").open("w") as log:
             process = subprocess.Popen(
                 [*command, json.dumps(dataclasses.asdict(run))], stdout=log, stderr=log, start_new_session=True
@@ -273,7 +274,8 @@ def overhead_lines(folder: Path) -> list[str]:
         "count. The settings are the default ones, with the history of slots. With two processes, as `vllm serve` has them, one",
         "runs the engine alone; with one, the thread that launches is the front end too. The three times are what that thread",
         "computes in a step, what the hooks of steps and samples take (the history's are not among them), and what the",
-        "recorder's own thread computes. Nobody waits for the device: what is left is that all of them share Python's lock.",
+        "recorder's own thread computes. The connector is one that nobody knows, and that never has anything: what lies in the",
+        "blocks is looked at all the same. Nobody waits for the device: what is left is that all of them share Python's lock.",
         "Hosts of one kind differ by more than what is measured here: a table holds for the host that it was made on.",
         "",
         "| runner | processes | settings | a step, ms | times as long | each turn, ms | launching thread, us | hooks, us | recorder's thread, us | tokens |",
@@ -288,7 +290,7 @@ def overhead_lines(folder: Path) -> list[str]:
         main, hooks = statistics.median(one["main_thread_cpu_us"]), sum(one["engine_thread_us"].values())
         spent = f"{main:.0f} | {hooks:.0f} | {one['background_cpu_us']:.0f}" if run.recorded else f"{main:.0f} | | "
         spent = " | | " if run.spawned else spent  # it is the other process that computes
-        settings = "default" if run.recorded else "unrecorded"
+        settings = ("default" if run.recorded else "unrecorded") + (", a connector" if run.connector else "")
         same = "" if not run.recorded else "the same" if one["tokens"] == plain["tokens"] else "**differ**"
         lines.append(
             f"| {run.runner.upper()} | {1 + run.spawned} | {settings} | {middle:.3f} | {middle / base:.4f} | {each} | {spent} | {same} |"
