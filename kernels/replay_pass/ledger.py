@@ -175,7 +175,13 @@ def judge_reads_loops(
                 free = is_free(ledger, slot, from_start) == 1
                 if free:
                     flags = READ_FREE
-                elif content < ledger[slot, ALLOC]:
+                elif content < ledger[slot, ALLOC] and not (
+                    # Given out, given back unwritten and lent again, it holds what it did: the canary sees by the chain if not.
+                    writers[slot, 0] > 0
+                    and records[slot, RECORD_POSITION] == positions[i]
+                    and tokens[i] != -1
+                    and records[slot, RECORD_TOKEN] == tokens[i]
+                ):
                     flags = NEVER_WRITTEN
                 if state == HELD and request >= 0 and owner != request:
                     flags += READ_FOREIGN

@@ -58,6 +58,20 @@ class ShownBlocks:
         """Return who uses blocks."""
         return set(self._tables)
 
+    def move(self, blocks: Mapping[int, int]) -> None:
+        """Call blocks by other numbers from now on; those whose places are taken by others get the places that are left."""
+        left, taken = (
+            sorted(a - b) for a, b in ((blocks.keys(), {*blocks.values()}), ({*blocks.values()}, blocks.keys()))
+        )
+        to = {**blocks, **dict(zip(taken, left, strict=True))}
+        self._tables = {request: [to.get(block, block) for block in table] for request, table in self._tables.items()}
+        self._grown = {(request, to.get(block, block)) for request, block in self._grown}
+        self._users = {to.get(block, block): users for block, users in self._users.items()}
+        self._holders = {to.get(block, block): holder for block, holder in self._holders.items()}
+        self._cached, self._free, self._astray = (
+            {to.get(block, block) for block in known} for known in (self._cached, self._free, self._astray)
+        )
+
     def was_taken_from(self, request: Hashable, blocks: int, kept: int, now: BlockUse) -> bool:
         """Say whether a request has other blocks, or fewer, for the first `blocks` of its table, all of which it had filled.
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.constants import KV_ALIGN_BYTES
 from ..trace.header import EngineInfo, KvStream, ModelInfo, NotWatched, Oracle, PoolGroup, StateTable, TraceHeader
-from ..trace.schema import ALLOC_CACHED, TIER_POOL, Mode
+from ..trace.schema import ALLOC_CACHED, MOVED, REWOUND, TIER_POOL, Mode
 from .attention import paged_read
 from .block_use import BlockChange, BlockUse, ShownBlocks, without
 from .forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, mode_by_lens, truth_tokens
@@ -91,6 +91,11 @@ class PagedRecorder(Recorder):
             source.stream(half, layers=tuple(kept), capture_bytes=capture_bytes)
             for half, source in zip(halves, sources, strict=True)
         ]
+        sizes = dict(zip(axes.split(), sources[0].tensors[0].shape, strict=True))
+        if "block" in sizes and int(sizes["slot"]) != block_size:
+            raise ValueError(
+                f"block_size is {block_size}, expected {sizes['slot']}: slots of a block by the axes {axes!r}"
+            )
         unseen = ""
         if all_layers or (all_layers is None and not sources[0].on_device):
             try:
@@ -123,7 +128,7 @@ class PagedRecorder(Recorder):
             notes=notes,
             not_watched=(NotWatched(what="bytes", name="all layers", reason=unseen),) if unseen else (),
         )
-        self._block_size, self._ask = block_size, blocks
+        self._block_size, self._max_len, self._ask = block_size, max_len, blocks
         self._blocks = ShownBlocks(padding_blocks)
         self._known: dict[
             Hashable, Sequence[IdentityValue]
@@ -166,11 +171,20 @@ class PagedRecorder(Recorder):
             mode: None: by the lengths.
             part: of a step that is told as several forwards, how many of them were told before this one.
         """
+        if odd := [request for request in requests if not isinstance(request, Hashable)]:
+            raise TypeError(f"requests has {odd[0]!r}, expected names or numbers")
         numbers = [-1 if request is None else self._see(request) for request in requests]
         prefix, extend = own_int64(prefix_lens, "prefix_lens"), own_int64(extend_lens, "extend_lens")
+        if prefix.min(initial=0) < 0:
+            raise ValueError(f"prefix_lens has {prefix.min()}, expected how many tokens are in the cache")
+        longest = int((prefix + extend).max(initial=0)) if prefix.size == extend.size else 0
+        if longest > self._max_len:
+            raise ValueError(f"a request has {longest} tokens, expected at most max_len, {self._max_len}")
         slots = own_int64(slots, "slots")
         if self._ask is not None:
             use = self._ask()
+            if not isinstance(use, BlockUse):
+                raise TypeError(f"blocks returned a {type(use).__name__}, expected a BlockUse")
             begins = dict(zip(requests, prefix.tolist(), strict=False))
             self._preempted |= {request for request, begin in begins.items() if self._begins_anew(request, begin, use)}
             kept = {request: -(-begin // self._block_size) for request, begin in begins.items()}
@@ -214,6 +228,22 @@ class PagedRecorder(Recorder):
         super().kv_copy(**copy)
 
     @guarded
+    def moved(self, blocks: Mapping[int, int]) -> None:
+        """Say that blocks were moved, all at once: what was in each is in the one that it leads to, and whoever had it has that.
+
+        To be called when the engine has moved and renumbered them, before the next step. Where a block that is not moved
+        stood, another may stand now; what was there is lost.
+        """
+        there = {int(src): int(dst) for src, dst in blocks.items() if src != dst}
+        if len({*there.values()}) < len(there):
+            raise ValueError(f"blocks moves several blocks to one: {there}")
+        self._blocks.move(there)
+        starts = np.array([*there.items()], np.int64).reshape(-1, 2).T * self._block_size
+        counts = np.full(len(there), self._block_size)
+        if len(there):
+            super().kv_copy(group=0, src=starts[0], dst=starts[1], count=counts, note=MOVED)
+
+    @guarded
     def declare(self, request: Hashable, identity: Sequence[IdentityValue]) -> None:
         """Say what a request's KV depends on beside its tokens, before its first step, and anew whenever that changes.
 
@@ -234,6 +264,15 @@ class PagedRecorder(Recorder):
         """Say that a request's blocks were taken from it; needed only of one that has others by the next forward already."""
         if self._ask is not None:
             self._preempted.add(request)
+
+    @guarded
+    def rewound(self, request: Hashable) -> None:
+        """Say that a running request goes on from fewer tokens than it had, in the blocks that it has: some were taken back.
+
+        To be called behind `sampled` of the step whose tokens are the last that were taken back, before the next step.
+        """
+        if self._ends.pop(request, None) is not None or self._ask is None:
+            self.request_status(request_id=_number(request), status="admitted", note=REWOUND)
 
     def oracle_tokens(self, requests: Sequence[Hashable], seq_lens: Any) -> Int64Array:
         """As `Recorder.oracle_tokens`, of requests by their names."""

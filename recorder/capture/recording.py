@@ -73,6 +73,10 @@ def guarded(
                 self.lock.release()
         except Exception as error:  # the engine must go on whatever happens here
             if self._strict:
+                with contextlib.suppress(
+                    Exception
+                ):  # whoever catches it has a trace that lacks what the call would have said
+                    self.start_over(f"{method.__name__}: {self.error_text(error)}", tables=False)
                 raise
             self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
         self._engine_thread_ns = before + time.perf_counter_ns() - begin  # what is called inside counts once
@@ -118,6 +122,7 @@ class Recording:
         header = header if privacy is None else with_privacy(header, privacy)
         self._strict = strict
         # A strict recorder's: an adapter is tried out with few.
+        self._last_raised = 0
         self._said_requests: set[int] = set()
         self._said_rows: dict[int, int] = {}  # of each forward
         self._numbers = SlotNumbers(header)

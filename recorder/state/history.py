@@ -25,6 +25,7 @@ from .tables import StateTables
 
 # Columns of `last[runner]`, a row's last forward: event + 1 (0: none), request id, prefix, end, end at which it sampled.
 ROW_EVENT, ROW_REQUEST, ROW_PREFIX, ROW_END, ROW_SAMPLED_END, ROW_VERIFY = range(6)
+ROW_FAILED: Final = 2  # in place of 1 for a target-verify forward, which may go back
 # Columns of `status`: event + 1 (0: nothing is known), request id, whether the row is that request's now.
 STATUS_EVENT, STATUS_REQUEST, STATUS_GIVEN = range(3)
 
@@ -91,7 +92,8 @@ class RowOwners:
             end = np.where(same, np.maximum(end, last[:, ROW_END]), end)
         sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)
         sampled_end = np.where(sampled, end, np.where(same, last[:, ROW_SAMPLED_END], 0))
-        verify = np.full(len(end), int(forward.mode == "target_verify"), np.int64)
+        took = ROW_FAILED if forward.failed else int(forward.mode == "target_verify")
+        verify = np.full(len(end), took, np.int64)
         seen = np.full(len(end), forward.event + 1, np.int64)
         values = np.stack((seen, forward.request_ids, forward.prefix_lens, end, sampled_end, verify), axis=1)
         self.last[forward.runner][forward.req_pool_indices[inside]] = values[inside]

@@ -28,7 +28,7 @@ from ...kernels.replay_pass.ledger import (
     UNKNOWN,
 )
 from ..trace.header import PoolGroup
-from ..trace.schema import ALLOC_CACHED, ALLOC_SHARED, RECEIVE
+from ..trace.schema import ALLOC_CACHED, ALLOC_SHARED, MOVED, RECEIVE, TIER_POOL
 from .events import CopyEvent, GroupSlots, SlotEvent, TransferEvent
 from .forward import BatchTokens, Forward
 from .pools import GroupPool
@@ -93,11 +93,27 @@ class SlotLedger:
     def apply_content(self, event: CopyEvent | TransferEvent) -> None:
         """Move on by a copy, whose targets have content, or a transfer: what landed has some, what failed has not."""
         number = event.event + 1
+        if isinstance(event, CopyEvent) and event.note == MOVED:
+            for copy in event.copies:
+                if copy.src_tier == copy.dst_tier == TIER_POOL:
+                    self._move(copy.group, copy.src, copy.dst)
+            return
         for part in event.parts:
             if isinstance(event, TransferEvent):
                 self.transfers[part.group][part.slots] = number if event.status == "start" else 0
             if isinstance(event, CopyEvent) or (event.status == "end" and event.direction == RECEIVE):
                 self.rows[part.group][part.slots, CONTENT] = number if self.complete else TIMELESS
+
+    def _move(self, group: int, src: Int64Array, dst: Int64Array) -> None:
+        """Let whoever has slots `src` `[n]` have `dst` in their place, and these the others' places that are left."""
+        inside = (src > 0) & (src < len(self.rows[group])) & (dst > 0) & (dst < len(self.rows[group]))
+        src, dst = src[inside], dst[inside]
+        if len(np.unique(src)) < len(src) or len(np.unique(dst)) < len(dst):
+            return  # it contradicts itself
+        left, taken = np.setdiff1d(src, dst), np.setdiff1d(dst, src)
+        for kept in (self.rows[group], self.transfers[group]):
+            moved, others = kept[src].copy(), kept[taken].copy()
+            kept[dst], kept[left] = moved, others
 
     def held_slots(self, request_id: int) -> list[GroupSlots]:
         """Return the slots that a request holds alone, group by group; a search of the pools if there are any."""

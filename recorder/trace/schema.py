@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 12
+FORMAT_MINOR: Final = 13
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -193,6 +193,11 @@ RECEIVE: Final = "receive"
 TransferDirection = Literal["send", "receive"]
 TRANSFER_DIRECTIONS: Final = get_args(TransferDirection)
 SEEN: Final = "seen"  # the note of a copy that nobody made: what lies in the pool stands for what a storage may have
+# ... of one that moves what is in slots to others, with whoever has them: the slots that it leaves are what these were. Since
+# minor version 13.
+MOVED: Final = "moved"
+# The note of "admitted": the request has it already, and goes on from fewer tokens than it had, as the engine means it to.
+REWOUND: Final = "rewound"
 PULLED: Final = "held ready"  # the note of a send of which the other side takes what it lacks
 
 SUBMITTED: Final = "submitted"  # the origin of a stream's bytes: what the model hands to the cache

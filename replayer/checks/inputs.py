@@ -32,6 +32,7 @@ from .check import Covered, HistoryCheck, register
 from .history import ForwardView, History
 
 _MOST_TOKENS: Final = 1 << 20  # kept of requests that were put back and wait
+_MOST_PUT_BACK: Final = 1 << 16  # requests of which the last sampled token is kept meanwhile
 
 
 class _InputCheck(HistoryCheck):
@@ -75,24 +76,62 @@ class _InputCheck(HistoryCheck):
 class InputNotSampled(_InputCheck):
     """The model is fed a token that was not sampled: sampled(t) != input(t + 1).
 
-    No special sampler and no truth tokens are needed. A request that starts over is fed the same tokens again and so still
-    agrees. Drafts are not samples, so only the target runner is judged; what a target-verify forward accepts is judged by
+    No special sampler and no truth tokens are needed. A request that was put back is fed what was sampled for it last, if no
+    forward computes up to there again, and so samples anew: then a result may have been thrown away. Drafts are not samples, so only the target runner is judged; what a target-verify forward accepts is judged by
     the truth tokens instead; an unknown token (-1), fed or sampled, is compared with nothing.
     """
 
     kind = "input_not_sampled"
     finds = "the model was fed another token than the one sampled for that position"
-    covered = Covered.COMPILED
-    events = frozenset({"sample"})
+    covered = Covered.COMPILED  # which stops where a request is put back, and where it runs again
+    events = frozenset({"keyframe", "sample", "status"})
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._put_back: dict[int, Int64Array] = {}  # by request: what was sampled for it last, as in `LastSamples.last`
 
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         if view.forward.runner == 0 and len(view.forward.req_pool_indices):
             yield from self._judge(view.forward, self.history.tokens(view))
 
     def event(self, view: EventView) -> Iterator[Finding]:
-        """Find each token that arrives late and that a later forward was fed wrongly."""
+        """Find each token that arrives late and that a later forward was fed wrongly; keep that of a request that is put back."""
+        if view.kind == "keyframe":  # which holds none of these
+            self._put_back.clear()
+        elif view.kind == "status":
+            self._keep(view)
         for fed in self.history.fed_since:
             yield from self._judge(fed.forward, fed.tokens, only=view.number)
+
+    def requests_reported(self) -> set[int]:
+        return super().requests_reported() | set(self._put_back)
+
+    def forget(self) -> None:
+        super().forget()
+        self._put_back.clear()
+
+    def _keep(self, view: EventView) -> None:
+        request, status = int(view.scalar("request_id")), view.scalar("status")
+        if status == "admitted":
+            return
+        self._put_back.pop(request, None)
+        known = self.history.samples.last
+        mine = known[(known[:, SAMPLE_EVENT] > 0) & (known[:, SAMPLE_REQUEST] == request)]
+        if status == "retracted" and len(mine):
+            self._put_back[request] = mine[np.argmax(mine[:, SAMPLE_FORWARD])].copy()
+            if len(self._put_back) > _MOST_PUT_BACK:
+                del self._put_back[next(iter(self._put_back))]
+
+    def _fed_again(self, forward: Forward, tokens: BatchTokens, last: Int64Array) -> None:
+        """Put what was sampled before a request was put back into `last`, of tokens; it is forgotten when a forward comes to it."""
+        for r in np.flatnonzero(np.isin(forward.request_ids, [*self._put_back])).tolist():
+            kept = self._put_back[int(forward.request_ids[r])]
+            begin, position = int(forward.prefix_lens[r]), int(kept[SAMPLE_POSITION])
+            end = begin + max(int(forward.extend_lens[r]), 0)
+            if begin <= position < end:
+                last[(tokens.request == r) & (tokens.position == position)] = kept
+            if end >= position:
+                del self._put_back[int(forward.request_ids[r])]
 
     def _judge(self, forward: Forward, tokens: BatchTokens, *, only: int = -1) -> Iterator[Finding]:
         """Compare what a forward was fed with what was sampled: all of it, or what event `only` reported."""
@@ -100,6 +139,8 @@ class InputNotSampled(_InputCheck):
         rows = forward.req_pool_indices[tokens.request]
         inside = (rows > 0) & (rows < len(known))
         last = known[np.where(inside, rows, 0)]
+        if self._put_back and only < 0:
+            self._fed_again(forward, tokens, last)
         due = inside & (last[:, SAMPLE_EVENT] > 0) & (last[:, SAMPLE_REQUEST] == forward.request_ids[tokens.request])
         due &= last[:, SAMPLE_POSITION] == tokens.position
         if only >= 0:

@@ -11,6 +11,7 @@ from ...recorder.state.forward import Forward
 from ...recorder.state.history import (
     ROW_END,
     ROW_EVENT,
+    ROW_FAILED,
     ROW_PREFIX,
     ROW_SAMPLED_END,
     ROW_VERIFY,
@@ -90,7 +91,8 @@ class RowReassigned(HistoryCheck):
 class SeqLenBackwards(HistoryCheck):
     """A target's forward starts behind the end of the request's last one without its having started over.
 
-    A draft goes back to verify, and what a target-verify forward drafted and rejected was never length. Who computes its last
+    A draft goes back to verify, and what a target-verify forward drafted and rejected was never length, nor is what a forward
+    computed that failed. Who computes its last
     token once more, over itself, when nothing was sampled behind it, has lost nothing: a step's result was thrown away. If the trace does not
     promise to report retractions, a request may start over unseen: then a decode is judged whose request was reported to
     have its row, and else only two forwards that both sampled are compared, since a request has all its tokens when it samples.
@@ -108,6 +110,7 @@ class SeqLenBackwards(HistoryCheck):
         same = same & (forward.request_ids >= 0)
         end = forward.prefix_lens + np.maximum(forward.extend_lens, 0)
         least = np.where(last[:, ROW_VERIFY] == 0, last[:, ROW_END], last[:, ROW_PREFIX] + 1)
+        least = np.where(last[:, ROW_VERIFY] == ROW_FAILED, last[:, ROW_PREFIX], least)
         back = same & (forward.prefix_lens < least)
         if not history.complete:
             sampled = forward.sampled_lens > 0 if len(forward.sampled_lens) else np.zeros(len(end), np.bool_)

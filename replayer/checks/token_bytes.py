@@ -88,6 +88,8 @@ class TokenBytes(HistoryCheck):
                 continue
             for number, (group, stream) in judged.items():
                 written = written_tokens(given, header, runner, number, header.groups[group].table)
+                first = stream.capture_bytes // max(1, len(stream.layers))  # what follows is other layers'
+                written = written._replace(data=np.ascontiguousarray(written.data[:, :first]))
                 begun = Repeats.begin(stream.half, stream.dtype, written)
                 self._streams.setdefault((runner, number), begun).compare(written)
                 if stream.half == "K" and stream.dtype in TURNED:

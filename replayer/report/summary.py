@@ -28,6 +28,7 @@ from ..run.coverage import (
 from ..run.derived import Derived
 
 MAX_LISTED: Final = 100
+_COUNTED: Final = ("figures", "samples", "told", "kv_recorded", "kv_filled")  # for coverage and doubts alone
 NOBODY: Final = -1
 EXIT_UNREADABLE: Final = 2
 
@@ -86,6 +87,8 @@ class Summary:
     figures: Int64Array = field(init=False)
     samples: Int64Array = field(init=False)
     told: Int64Array = field(init=False)
+    kv_recorded: int = 0  # bytes of K and V that forwards left in their slots, as recorded
+    kv_filled: int = 0  # 0 if all of these are
     swa_divergence: dict[str, Any] | None = None
     transfers_sent: int = 0
     transfers_received: int = 0
@@ -149,6 +152,9 @@ class Summary:
         self.forwards_watched += int(np.count_nonzero(batch.scalar_ints("kv_watched")[judged]))
         self.tokens += int(np.diff(batch.offsets("input_ids"))[judged].sum())
         count_forwards(self.figures, batch, judged, self.header)
+        recorded = batch.values("kv_bytes")
+        self.kv_recorded += len(recorded)
+        self.kv_filled += not self.kv_filled and bool(recorded.any())
 
     @property
     def coverage(self) -> list[Watched]:
@@ -230,6 +236,11 @@ class Summary:
             return f"the trace holds {what}, so nothing was checked"
         if self.entries_read and self.unknown_entries == self.entries_read:
             return f"nobody knows what any of the {self.entries_read:,} slots read must hold, so no read was checked"
+        if self.kv_recorded and not self.kv_filled and self.settings["kv_hash"] != "none":
+            return (
+                "every byte of K and V that was recorded is 0: the recorder looked at other memory than the engine writes; give it "
+                "the engine's own pool, and no copy of it"
+            )
         if Derived(self.header).nothing_left:
             return "every forward stands on columns that were derived, so nothing was checked"
         return ""

@@ -36,7 +36,7 @@ from .jobs import Job, Stretch
 _SUMS: Final = (
     *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read"),
     *("figures", "samples", "told", "transfers_sent", "transfers_received", "transfers_unmatched"),
-    *("num_marks", "num_injected"),
+    *("num_marks", "num_injected", "kv_recorded", "kv_filled"),
 )
 _COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle", "model_bytes")
 _RUNNING: Final = ("verify_full", "verify_swa")

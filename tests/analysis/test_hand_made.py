@@ -11,6 +11,8 @@ from kvcanary.replayer.report.violations import VIOLATION_SCHEMA
 
 from ..support.hand_made import HEADER, event, runs, write
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 
 @pytest.fixture
 def session(tmp_path):

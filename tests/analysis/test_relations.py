@@ -9,6 +9,8 @@ from ..support.places import DATA
 from . import model
 from .recorded import CONFIGS, REAL
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 
 def rows(session, query):
     return [tuple(row.values()) for row in session.sql(query).to_pylist()]

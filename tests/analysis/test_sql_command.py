@@ -21,6 +21,8 @@ from kvcanary.analysis.cli.prompt import converse as answer_statements
 from ..support.commands import run
 from ..support.hand_made import write
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 HEAVY = {"torch", "numba", "polars", "duckdb", "pyarrow", "numpy", "rich"}
 
 

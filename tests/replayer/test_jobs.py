@@ -35,6 +35,8 @@ from ..support.places import DATA
 from ..support.raw_traces import as_rank
 from .underway import wait_until_under_way
 
+pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
+
 
 def replay(*arguments: object) -> tuple[int, str, str]:
     result = CliRunner().invoke(replay_command, [str(a) for a in arguments])

@@ -53,7 +53,7 @@ def followed(header, path, request, checks):
     return walk
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("path", [*TRACES, *MANY], ids=lambda path: path.stem)
 def test_the_same_is_seen(path, tmp_path):
     target, header, requests = plain(path, tmp_path)

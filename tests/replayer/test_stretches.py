@@ -47,7 +47,7 @@ def record(config: str, fault: str | None, folder: Path, *, seed: int = 0, most:
     return segments
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("config", "fault"), CASES)
 def test_side_by_side_gives_what_one_after_another_gives(config: str, fault: str | None, tmp_path: Path) -> None:
     segments = record(config, fault, tmp_path, seed=1)

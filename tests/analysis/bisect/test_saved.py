@@ -17,6 +17,8 @@ from ...support.commands import run
 from ...support.places import DATA
 from .traces import history, keep, saved, torn
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 
 @pytest.fixture
 def bisect(tmp_path):

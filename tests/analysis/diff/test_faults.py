@@ -11,6 +11,8 @@ from kvcanary.replayer.lab import trial as trials
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.trial import Trial, run_trial
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 # A leaked page is nobody's: no request reads or writes otherwise. The replay's slot_leaked sees it, a comparison cannot.
 UNSEEN = {"page_leaked"}
 # one of each family, and those that show in a way of their own; the others are tried by make fuzz

@@ -11,6 +11,8 @@ from kvcanary.recorder.engines.simulated.engine import SimulatedEngine
 from kvcanary.recorder.trace.recordings import one_recording
 from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 SLOWER = ("overlap_swa", "sweeps_eagle", "host")
 STRICT = DiffSettings(kinds=frozenset(KINDS))
 

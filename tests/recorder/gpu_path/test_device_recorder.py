@@ -9,6 +9,8 @@ from kvcanary.kernels.capture.layers import SATURATED
 
 from .two_recorders import LAYOUTS, WIDTH, Engine, random_forward, rows_of
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:

@@ -17,6 +17,8 @@ from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.replayer.run.replay import replay
 from kvcanary.replayer.run.settings import ReplaySettings
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 ROWS, WIDTH, SLOTS, STATES = 6, 40, 64, 9
 COLUMNS = [f"recurrent_{name}" for name in ("pool", "op", "request", "source", "slot", "before", "after")]
 

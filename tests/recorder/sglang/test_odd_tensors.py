@@ -15,6 +15,8 @@ from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from .fake_engine import SLOTS, ForwardBatch, ModelRunner, Request, Scheduler, TokenToKVPoolAllocator, hooked
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 ADDRESSED = ("req_pool_indices", "input_ids", "positions", "out_cache_loc")
 
 

@@ -15,6 +15,8 @@ from . import test_inside
 from .fake_engine import DECODE, SLOTS, Request, RowPool, Scheduler, TokenToKVPoolAllocator, hooked
 from .test_inside import Graphs, Model, Runner, TritonAttnBackend, monkeypatch_raw
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 _small_kernels_on_a_gpu = test_inside._small_kernels_on_a_gpu
 STATES = 12
 PER_ROW = 1  # a row's slot of states is its number and this

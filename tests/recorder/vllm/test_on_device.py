@@ -38,7 +38,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pass_for_gpu(monkeypatch)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("shape", "v2"),
     [("full", False), ("few blocks", True), ("async", True), ("async, few blocks", False), ("hybrid", True)],

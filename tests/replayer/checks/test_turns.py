@@ -13,6 +13,8 @@ from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ...support.places import DATA
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 LENGTH, REQUESTS, VOCAB, LANES = 80, 24, 60, 8
 ANGLES = 10_000.0 ** (-2 * np.arange(LANES) / 32)
 

@@ -14,6 +14,8 @@ from kvcanary.replayer.run.replay import ReplaySettings, replay
 from .shapes import SHAPES
 from .unruly_engine import write
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 
 def answer(path: Path, folder: Path, **settings) -> tuple[dict, dict]:
     """Return everything that a replay gives, but for how it was made."""

@@ -15,6 +15,8 @@ from ...support.places import DATA
 from ...support.raw_traces import bend, cut, read_raw, write_raw
 from .same import replay_both
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 # Shape, fault, seed, KV hash, history checks, how many rows a log has room for, and which event is a forward that failed.
 TOYS = {
     "positions": (Shape(), "position", 6, "none", True, 64, None),

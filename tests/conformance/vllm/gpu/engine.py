@@ -72,7 +72,7 @@ def engine_of(run: dict, **more: object) -> object:
     if run["connector"]:
         from vllm.config import KVTransferConfig
 
-        extra = {"cpu_bytes_to_use": 1 << 27, "shared_storage_path": run["stored"]}
+        extra = {"cpu_bytes_to_use": 1 << 27, "shared_storage_path": run.get("stored", "")}
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector=run["connector"],
             kv_connector_module_path="host_connector" if run["connector"] in OURS else None,
