@@ -453,3 +453,129 @@ def test_who_is_let_in_again_before_the_next_look_was_preempted(tmp_path: Path, 
     known = said or others
     assert told == ["admitted", "admitted", *(["retracted", "admitted"] if known else [])]
     assert judged(path).findings_by_kind == ({} if known else {"seq_len_backwards": 1})
+
+
+def defragment(llm: Llm, to: dict[int, int], *, first: int) -> None:
+    """Move blocks, from a layer on, and call them by their new numbers everywhere; what is moved onto goes the other way."""
+    manager, cache = llm.scheduler.block_manager, llm.model_runner.kv_cache
+    cache[:, first:, [*to.values()]] = cache[:, first:, [*to]].clone()
+    for seq in (*llm.scheduler.running, *llm.scheduler.waiting):
+        seq.block_table = [to.get(block, block) for block in seq.block_table]
+    manager.hash_to_block_id = {key: to.get(block, block) for key, block in manager.hash_to_block_id.items()}
+    users = {to.get(block, block): count for block, count in enumerate(manager.users)}
+    manager.users = [users[block] for block in range(len(users))]
+    held = [to.get(block, block) for block in manager.free_block_ids]
+    manager.free_block_ids.clear()
+    manager.free_block_ids.extend(held)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_are_moved_with_whoever_has_them(tmp_path: Path, seed: int, first: int) -> None:
+    llm, rng, steps = Llm(), random.Random(seed), []
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True)
+
+    def move(step: int) -> None:
+        if step % 5 == 4:
+            chosen = rng.sample(range(len(llm.scheduler.block_manager.users)), 6)
+            to = dict(zip(chosen, chosen[1:] + chosen[:1], strict=True))  # cached, held, shared and free ones
+            defragment(llm, to, first=first)
+            recorder.moved(to)
+            steps.append(step)
+
+    recorded = serve(llm, seed, move)
+    recorder.close()
+    summary = judged(tmp_path / "trace.arrow")
+    assert len(steps) > 5 and summary.events["kv_copy"] == len(steps)
+    if not first:
+        assert recorded == serve(Llm(), seed)
+        assert summary.verdict.value == "clean", (summary.violations_by_reason, summary.findings_by_kind)
+    else:  # the first layer's bytes stay where they were
+        assert recorded != serve(Llm(), seed) and "VERIFY_KV_HASH" in summary.violations_by_reason
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_running_request_may_go_back_if_that_is_said(tmp_path: Path, said: bool) -> None:
+    llm, rewound = Llm(), []
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True)
+
+    def rewind(step: int) -> None:
+        for seq in llm.scheduler.running if step % 4 == 3 else ():
+            if len(seq.token_ids) > seq.end - 4 and seq.num_cached_tokens % BLOCK > 2:
+                seq.token_ids[-2:] = [seq.token_ids[-2] % (VOCAB - 1) + 1]  # another token in the place of two
+                seq.num_cached_tokens -= 1
+                rewound.append(seq.seq_id)
+                if said:
+                    recorder.rewound(seq.seq_id)
+
+    serve(llm, 1, rewind)
+    recorder.close()
+    summary = judged(tmp_path / "trace.arrow")
+    assert len(rewound) > 2
+    if said:
+        assert summary.verdict.value == "clean", (summary.violations_by_reason, summary.findings_by_kind)
+    else:
+        assert "seq_len_backwards" in summary.findings_by_kind or "input_not_sampled" in summary.findings_by_kind
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_size": BLOCK // 2}, f"block_size is {BLOCK // 2}, expected {BLOCK}"),
+        ({"axes": "slot block head dim"}, f"block_size is {BLOCK}, expected 8"),
+    ],
+)
+def test_a_block_size_that_is_not_the_pools_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    given = {"block_size": BLOCK, "axes": "block slot head dim"} | options
+    with pytest.raises(ValueError, match=said):
+        PagedRecorder(
+            tmp_path / "trace.arrow", engine=EngineInfo(), keys={0: np.zeros((8, BLOCK, 1, 4), np.float32)}, values=None,
+            max_requests=4, max_len=64, **given,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prefix_lens": [-1]}, "prefix_lens has -1"),
+        ({"extend_lens": [65]}, "a request has 65 tokens, expected at most max_len, 64"),
+        ({"requests": [["a"]]}, r"requests has \['a'\], expected names or numbers"),
+    ],
+)
+def test_a_strict_recorder_names_what_is_wrong_and_its_trace_is_not_clean(
+    tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    pool, path = np.ones((8, BLOCK, 1, 4), np.float32), tmp_path / "trace.arrow"
+    recorder = PagedRecorder(
+        path, engine=EngineInfo(), keys={0: pool}, values=None, axes="block slot head dim", block_size=BLOCK, max_requests=4,
+        max_len=64, strict=True,
+    )  # fmt: skip
+    right = {
+        "requests": ["a"],
+        "prefix_lens": [0],
+        "extend_lens": [1],
+        "input_ids": [5],
+        "positions": [0],
+        "slots": [4],
+    }
+    recorder.before_step(**right)
+    recorder.after_forward(sampled_tokens=[6], sampled_lens=[1])
+    with pytest.raises((TypeError, ValueError), match=said):
+        recorder.before_step(**(right | wrong))
+    recorder.close()
+    summary = judged(path)
+    assert summary.verdict.value == "inconclusive" and len(summary.losses) == 1
+
+
+def test_a_pool_that_nobody_writes_is_told_from_one_that_is_right(tmp_path: Path) -> None:
+    llm = Llm()
+    cache = llm.model_runner.kv_cache
+    llm.model_runner.kv_cache = cache.clone()  # what the recorder is given is no longer the engine's
+    recorder = attach(llm, tmp_path / "trace.arrow", strict=True)
+    llm.model_runner.kv_cache = cache
+    serve(llm, 0)
+    recorder.close()
+    summary = judged(tmp_path / "trace.arrow")
+    assert (
+        summary.verdict.value == "inconclusive" and "every byte of K and V that was recorded is 0" in summary.doubts[0]
+    )

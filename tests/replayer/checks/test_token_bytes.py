@@ -107,9 +107,8 @@ def stored(recorded, **changes):
 def test_where_the_way_into_the_pool_is_not_watched_it_may_be_damage(recorded, tmp_path, unseen):
     lacks = (NotWatched(what="submitted", name="target"),) if unseen else ()
     _, _, rows = judged(stored(recorded, not_watched=lacks), tmp_path, of_other_weights)
-    assert {(row["kind"], round(row["score"], 2)) for row in rows} == {
-        ("computed_with_other_weights", 0.65 if unseen else 0.85)
-    }
+    assert {row["kind"] for row in rows} == {"computed_with_other_weights"}
+    assert all(row["score"] <= 0.65 if unseen else row["score"] >= 0.7 for row in rows)
     assert ("may have been damaged on its way" in rows[0]["sentence"]) == unseen
 
 
@@ -210,17 +209,17 @@ def test_bytes_that_are_not_said_to_be_floats_are_not_judged(recorded, tmp_path,
     assert list(found) == (["token_bytes"] if dtype == "float32" else [])
 
 
-def played(tmp_path, k, v, long=()):
+def played(tmp_path, k, v, long=(), layers=1):
     """Replay prompts of 40 tokens, most of them the same, whose `k` and `v` follow from tokens, positions and the request.
 
-    With `long`, requests, all others have 30.
+    With `long`, requests, all others have 30. What further `layers` have follows from the request as well.
     """
-    kv = np.zeros((2, 64, 4), np.float32)
-    half = [KvTensor(tensor=rows, axes="slot value") for rows in kv]
-    streams = tuple(source.stream(name) for name, source in zip("KV", half, strict=True))
+    kv = np.zeros((2, layers, 64, 4), np.float32)
+    half = [KvTensor(tensor=tuple(of_half), axes="slot value") for of_half in kv]
+    streams = tuple(source.stream(name, layers=tuple(range(layers))) for name, source in zip("KV", half, strict=True))
     header = TraceHeader(
         model=ModelInfo(dtype="float32"),
-        groups=(PoolGroup(name="full", num_slots=64, streams=streams, num_layers=1),),
+        groups=(PoolGroup(name="full", num_slots=64, streams=streams, num_layers=layers),),
         tables=(StateTable(rows=4, width=64),),
     )
     recorder = Recorder(tmp_path / "t.arrow", header, kv_sources=dict(zip([(0, 0), (0, 1)], half, strict=True)))
@@ -244,8 +243,10 @@ def played(tmp_path, k, v, long=()):
                 reads=(np.zeros((4, 64), np.int32),),
             )
         )
-        for rows, computed in zip(kv, (k, v), strict=True):
-            rows[slots] = computed(prompt.astype(np.float64), np.arange(len(prompt)), request)[:, None] + np.arange(4)
+        for of_half, computed in zip(kv, (k, v), strict=True):
+            first = computed(prompt.astype(np.float64), np.arange(len(prompt)), request)[:, None] + np.arange(4)
+            for layer, rows in enumerate(of_half):
+                rows[slots] = first + layer * (1 + request)
         recorder.after_forward()
     recorder.close()
     report = tmp_path / "t.report"
@@ -308,8 +309,9 @@ def other_in_one_request(tokens, positions, request):
     return tokens * (0.5 if request == LAST_BUT_ONE else 1.0)
 
 
-def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path):
-    found, (incident,) = played(tmp_path, turned_by_the_next_position, of_the_token)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_k_that_another_position_has_turned_is_found_in_its_forward(tmp_path, layers):
+    found, (incident,) = played(tmp_path, turned_by_the_next_position, of_the_token, layers=layers)
     assert found == {"token_bytes": 1}
     assert (incident["kind"], incident["first_forward"], incident["branch"]) == (
         "not_of_the_model",
