@@ -59,15 +59,14 @@ unit: $(VENV)/.tests loops
 
 # The long runs: every kernel against the published canary, 20,000 cases each; a flipped bit in every byte of a trace;
 # whole traces against the published canary, 2,000 of broken engines, 500 of broken pairs, 40 of each fault of the lab;
-# 160 random simulated engines and 60 pairs, which must all replay clean; every fault of the lab against its clean run;
-# every bug of the corpus, every way to draft, every fault of the lab and its harm, and late bytes of every trace.
+# 160 random simulated engines and 60 pairs, which must all replay clean; every fault of the lab against its clean run; and all
+# tests with all their cases, of which a normal run goes through a part (`one_in`): every bug of the corpus, every way to draft.
 fuzz: $(VENV)/.tests
 	$(BIN)/pytest tests/kernels tests/recorder/test_damage.py tests/recorder/test_torn.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/replayer/test_published_sim.py tests/replayer/test_published_pair.py tests/replayer/test_published_lab.py tests/replayer/test_against_published.py --conformance-cases $(FUZZ_CASES) --timeout 7200
 	$(BIN)/pytest tests/recorder/simulated/test_clean_runs.py --conformance-cases 5000 --timeout 7200
 	$(BIN)/pytest tests/analysis/diff --conformance-cases 1000 --timeout 7200
-	$(UNIT) tests/corpus tests/recorder/vllm/test_device_drafts.py tests/recorder/vllm/test_drafts.py tests/recorder/vllm/test_on_device.py --conformance-cases 1000 --timeout 7200
-	$(UNIT) tests/replayer/lab/test_faults.py tests/replayer/test_late_bytes.py tests/replayer/test_stretches.py --conformance-cases 1000 --timeout 7200
+	$(UNIT) --conformance-cases 501 --timeout 7200
 
 # What a stranger may send - headers, traces, tails, workloads, events, report folders - changed at random, or by what an input
 # reaches where atheris can be had: nothing may end otherwise than documented. What is found is kept in build/fuzz_inputs.

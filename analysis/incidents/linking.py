@@ -71,11 +71,12 @@ def page_nodes(group: Int64Array, slot: Int64Array, groups: Sequence[PoolGroup])
     for number, known in enumerate(groups):
         at = valid & (group == number)
         space = 2 * known.table if known.lut < 0 else 2 * number + 1
-        node[at] = slot[at] // max(1, known.page_size) * _SPACES + space % _SPACES
+        node[at] = (slot[at] - known.slot_shift) // max(1, known.page_size) * _SPACES + space % _SPACES
     for table in {known.table for known in groups}:
         at = valid & (group == -1 - table)
         size = max(1, *(known.page_size for known in groups if known.table == table))
-        node[at] = slot[at] // size * _SPACES + 2 * table % _SPACES
+        shift = max(known.slot_shift for known in groups if known.table == table)
+        node[at] = (slot[at] - shift) // size * _SPACES + 2 * table % _SPACES
     return node
 
 

@@ -35,8 +35,8 @@ class ShownBlocks:
     """Which request uses which block, as the engine showed it last; `padding` are blocks that are nobody's.
 
     A block is free if nobody uses it, the cache does not hold it and the free list, where one is shown, has it. What nobody
-    has is left where it was: it has leaked. One of which several begin to use the same place of their tables, or which is
-    cached, is shared; else it was given out twice.
+    has is left where it was: it has leaked. One of which several use the same place of their tables, all but one of whom go on
+    from it, or which is cached, is shared; else it was given out twice.
     """
 
     def __init__(self, padding: Iterable[int] = ()) -> None:
@@ -108,7 +108,8 @@ class ShownBlocks:
             ):
                 found.setdefault((1, "evict", ALLOC_FRESH, None), []).append(block)
                 del self._holders[block]
-            moves = self._moves(block, begins, left.get(block), block in now_cached, is_free, roomy)
+            filling = {one for one in begins if kept and one in kept and self._users[block][one] >= kept[one]}
+            moves = self._moves(block, begins, left.get(block), block in now_cached, is_free, roomy, filling)
             for move in moves:
                 found.setdefault(move, []).append(block)
         self._cached, self._free = now_cached, now_free or set()
@@ -161,8 +162,12 @@ class ShownBlocks:
         is_cached: bool,
         is_free: bool | None,
         roomy: bool,
+        filling: Collection[Hashable],
     ) -> Iterator[tuple[int, SlotChange, AllocStatus, Hashable | None]]:
-        """Yield what has become of a block, and move on its holder; the number first is when it may be recorded."""
+        """Yield what has become of a block, and move on its holder; the number first is when it may be recorded.
+
+        `filling` are those of `joined` that have yet to compute what stands in the block.
+        """
         users, holder = self._users.get(block, {}), self._holders.get(block)
         stayed = users.keys() - set(joined)
         owner = holder if holder is not _CACHED and holder is not _SHARED else left
@@ -173,7 +178,8 @@ class ShownBlocks:
         elif is_cached and holder is None and not users and block not in self._cached:
             yield 0, "alloc", ALLOC_CACHED, None  # the cache names what is free
         evicted = holder is _CACHED and not is_cached
-        elsewhere = any(users[request] not in {users[other] for other in stayed} for request in joined)
+        places = {users[other] for other in stayed}
+        elsewhere = any(request in filling or users[request] not in places for request in joined)
         if (evicted and stayed and elsewhere) or (holder is not None and users and is_free):
             # Given back, or given out anew for another place, and used all the same. Nobody evicts while there is room.
             yield 1, "evict" if evicted and not (is_free and roomy) else "free", ALLOC_FRESH, None
@@ -185,7 +191,8 @@ class ShownBlocks:
             others = [place for other, place in users.items() if other != request]
             if is_cached and (request, block) in self._grown:
                 continue  # its table names it, and nobody gave it
-            if holder is not None and (holder is _CACHED or is_cached or users[request] in others):
+            alike = users[request] in others and request not in filling
+            if holder is not None and (holder is _CACHED or is_cached or alike):
                 yield 3, "alloc", ALLOC_SHARED, request
                 holder = holder if holder is _CACHED else _SHARED
             else:

@@ -290,13 +290,9 @@ def _written_in_an_earlier_part(view: ForwardView, judged: Judged, entry: int) -
 
 
 def _joined_whole(view: ForwardView, judged: Judged, entry: int) -> bool:
-    """Whether a token's request was the last to join the slot, in the midst of what it computes, and had computed nothing of its page."""
+    """Whether a token's request was the last to join the slot, in a page of several of which it had counted nothing as computed."""
     group, slot = judged.group, int(judged.group.request_slots[entry])
     row = int(group.writers(np.array([entry]))[0])
-    owner, prefix = int(view.forward.request_ids[row]), int(view.forward.prefix_lens[row])
-    begin = int(view.forward.positions[entry]) - slot % max(1, group.pool.group.page_size)
-    if int(judged.ledger[slot, ledger.JOINER]) != owner or begin < prefix:
-        return False
-    before = np.flatnonzero(group.positions == prefix - 1)
-    mine = before[group.readers(before) == row]
-    return any(writer == owner for _, _, writer in group.pool.last_writers(group.slots[mine]).tolist())
+    owner, prefix, pool = int(view.forward.request_ids[row]), int(view.forward.prefix_lens[row]), group.pool.group
+    begin = int(view.forward.positions[entry]) - (slot - pool.slot_shift) % max(1, pool.page_size)
+    return pool.page_size > 1 and int(judged.ledger[slot, ledger.JOINER]) == owner and begin >= prefix

@@ -579,3 +579,39 @@ def test_a_pool_that_nobody_writes_is_told_from_one_that_is_right(tmp_path: Path
     assert (
         summary.verdict.value == "inconclusive" and "every byte of K and V that was recorded is 0" in summary.doubts[0]
     )
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_cached_block_may_be_computed_again_with_what_it_holds(tmp_path: Path, same: bool) -> None:
+    """An engine may find a page behind one that it has to compute, and compute it all the same."""
+    path, shown, cached = tmp_path / "trace.arrow", {"a": [1, 2]}, []
+    pool = np.zeros((8, BLOCK, 1, 16), np.uint8)
+
+    def blocks() -> BlockUse:
+        return BlockUse(dict(shown), cached, free=[n for n in range(3, 8) if n not in [3] * ("b" in shown)])
+
+    recorder = PagedRecorder(
+        path, engine=EngineInfo(name="paged"), keys={0: pool}, values=None, axes="block slot head dim", block_size=BLOCK,
+        max_requests=4, max_len=64, blocks=blocks, strict=True,
+    )  # fmt: skip
+
+    def step(name: str, tokens: list[int], begin: int) -> None:
+        positions = np.arange(begin, len(tokens))
+        slots = np.array(shown[name])[positions // BLOCK] * BLOCK + positions % BLOCK
+        recorder.before_step(
+            requests=[name], prefix_lens=[begin], extend_lens=[len(positions)], input_ids=tokens[begin:], positions=positions,
+            slots=slots, block_tables=[shown[name]], tokens=[tokens],
+        )  # fmt: skip
+        pool.reshape(-1, 16)[slots] = np.array(tokens[begin:])[:, None]
+        recorder.after_forward()
+
+    step("a", [*range(1, 9)], 0)
+    recorder.ended("a")
+    del shown["a"]
+    cached += [1, 2]
+    shown["b"] = [1, 2, 3]
+    step("b", [*range(1, 5), *(range(5, 9) if same else range(15, 19)), 9], BLOCK)
+    recorder.close()
+    summary = judged(path)
+    assert set(summary.findings_by_kind) == (set() if same else {"write_to_foreign_slot"})
+    assert summary.verdict.value == ("clean" if same else "corrupt")

@@ -320,6 +320,25 @@ def test_what_was_sampled_for_a_request_ends_with_it(scene: Scene) -> None:
     assert [(row["forward"], row["evidence"]) for row in rows] == [(3, json.dumps([found - 1, found]))]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "slots", "found"),
+    [
+        (0, (6, 7, 8, 9), [2]),  # all of it again, and the token that was sampled last
+        (3, (9,), [2]),  # which alone is computed, behind what the cache has
+        (0, (6, 7, 8), []),  # all but that: it is sampled anew, and what was sampled before may have been thrown away
+    ],
+)
+def test_a_request_that_was_put_back_is_fed_what_was_sampled_for_it_last(
+    scene: Scene, prefix: int, slots: tuple[int, ...], found: list[int]
+) -> None:
+    scene.start(7, 1, [3, 4])
+    scene.forward(decode(7, 1, 2, 5), sampled=([900], [1]))
+    scene.status(7, "retracted", 1)
+    scene.status(7, "admitted", 2)
+    scene.forward(Part(request=7, row=2, prefix=prefix, slots=slots), sampled=([1003], [1]))
+    assert [row["forward"] for row in scene.judge("input_not_sampled")] == found
+
+
 def test_a_row_that_stands_twice_in_a_forward_is_found_in_any_trace(make_scene) -> None:
     scene = make_scene(told="")
     scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5)))
