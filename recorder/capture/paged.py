@@ -171,7 +171,8 @@ class PagedRecorder(Recorder):
             mode: None: by the lengths.
             part: of a step that is told as several forwards, how many of them were told before this one.
         """
-        if odd := [request for request in requests if not isinstance(request, Hashable)]:
+        named: Sequence[Any] = requests
+        if odd := [request for request in named if not isinstance(request, Hashable)]:
             raise TypeError(f"requests has {odd[0]!r}, expected names or numbers")
         numbers = [-1 if request is None else self._see(request) for request in requests]
         prefix, extend = own_int64(prefix_lens, "prefix_lens"), own_int64(extend_lens, "extend_lens")

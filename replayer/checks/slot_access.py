@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...kernels.arrays import BoolArray, record_words
-from ...kernels.constants import RECORD_POSITION, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.constants import RECORD_POSITION, RECORD_PREV_HASH, RECORD_TOKEN, UNKNOWN_TOKEN
+from ...kernels.ops.hash.reference import as_i64, as_u64, mix3, slot_hash
 from ...kernels.replay_pass import ledger
 from ...kernels.replay_pass.ledger import ALLOC, CACHED, CONTENT, FREE, HELD, LEFT, OWNER, SHARED, STATE
+from ...recorder.state.tables import look_up
 from ..report.findings import NO_CAUSE, Cause, Finding
 from .check import (
     Access,
@@ -290,9 +292,24 @@ def _written_in_an_earlier_part(view: ForwardView, judged: Judged, entry: int) -
 
 
 def _joined_whole(view: ForwardView, judged: Judged, entry: int) -> bool:
-    """Whether a token's request was the last to join the slot, in a page of several of which it had counted nothing as computed."""
+    """Whether a token's request was the last to join the slot, in a page of several of which it had counted nothing as computed, and
+    which begins behind the very tokens that the request has before it.
+    """
     group, slot = judged.group, int(judged.group.request_slots[entry])
     row = int(group.writers(np.array([entry]))[0])
     owner, prefix, pool = int(view.forward.request_ids[row]), int(view.forward.prefix_lens[row]), group.pool.group
-    begin = int(view.forward.positions[entry]) - (slot - pool.slot_shift) % max(1, pool.page_size)
-    return pool.page_size > 1 and int(judged.ledger[slot, ledger.JOINER]) == owner and begin >= prefix
+    within = (slot - pool.slot_shift) % max(1, pool.page_size)
+    if pool.page_size == 1 or pool.lut >= 0 or int(judged.ledger[slot, ledger.JOINER]) != owner:
+        return False
+    first = entry - within  # the page's
+    if int(view.forward.positions[entry]) - within < prefix or first < int(group.write_offsets[row]):
+        return False
+    records = record_words(group.pool.pool.tail[pool.halves[0]], written=False)
+    table, rows = view.tables.req_to_token[pool.table], view.forward.req_pool_indices[row : row + 1]
+    before, known = look_up(table, rows, np.array([prefix - 1]))
+    if prefix and not (known[0] and 0 < before[0] < len(records)):
+        return False
+    chain = slot_hash(records, int(before[0]) if prefix else -1)
+    for n in range(int(group.write_offsets[row]), first):
+        chain = mix3(chain, as_u64(view.forward.input_ids[n]), as_u64(view.forward.positions[n]))
+    return int(records[slot - within, RECORD_PREV_HASH]) == as_i64(chain)
