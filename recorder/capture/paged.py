@@ -130,9 +130,7 @@ class PagedRecorder(Recorder):
         )
         self._block_size, self._max_len, self._ask = block_size, max_len, blocks
         self._blocks = ShownBlocks(padding_blocks)
-        self._known: dict[
-            Hashable, Sequence[IdentityValue]
-        ] = {}  # requests that have been recorded, and what they declared
+        self._known: dict[Hashable, None] = {}  # requests whose names have been recorded, the first first
         self._ended: set[Hashable] = set()  # that are said to be over, and had blocks when these were shown last
         self._preempted: set[Hashable] = set()  # likewise
         self._ends: dict[Hashable, int] = {}  # of those that have blocks, how far their last forward went
