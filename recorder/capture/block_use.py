@@ -35,8 +35,8 @@ class ShownBlocks:
     """Which request uses which block, as the engine showed it last; `padding` are blocks that are nobody's.
 
     A block is free if nobody uses it, the cache does not hold it and the free list, where one is shown, has it. What nobody
-    has is left where it was: it has leaked. One of which several use the same place of their tables, all but one of whom go on
-    from it, or which is cached, is shared; else it was given out twice.
+    has is left where it was: it has leaked. One of which several begin to use the same place of their tables, or which is
+    cached, is shared; else it was given out twice.
     """
 
     def __init__(self, padding: Iterable[int] = ()) -> None:
@@ -191,8 +191,7 @@ class ShownBlocks:
             others = [place for other, place in users.items() if other != request]
             if is_cached and (request, block) in self._grown:
                 continue  # its table names it, and nobody gave it
-            alike = users[request] in others and request not in filling
-            if holder is not None and (holder is _CACHED or is_cached or alike):
+            if holder is not None and (holder is _CACHED or is_cached or users[request] in others):
                 yield 3, "alloc", ALLOC_SHARED, request
                 holder = holder if holder is _CACHED else _SHARED
             else:

@@ -293,6 +293,18 @@ def test_what_the_cache_gives_up_under_a_reader_is_evicted(elsewhere: bool) -> N
     assert found == [(evict, "", None, [1]), *([(alloc, "", "b", [1, 3])] if elsewhere else [])]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_fills_a_block_that_the_cache_gave_up_under_a_reader_was_given_it(goes_on: bool) -> None:
+    """Also at the very place where the reader has it; who goes on from it has joined it."""
+    shown = ShownBlocks()
+    for _ in range(3):
+        changes(shown, {"a": [1, 2]}, (1, 2), [])
+    use = BlockUse({"a": [1, 2], "b": [1]}, (2,), [])
+    found = [tuple(change) for change in shown.compare(use, [] if goes_on else [1], {"b": int(goes_on)})]
+    anew = [("evict", "", None, [1]), ("alloc", "", "b", [1])]
+    assert found == ([("alloc", "shared", "b", [1])] if goes_on else anew)
+
+
 def test_what_the_cache_gives_up_while_there_is_room_is_given_back() -> None:
     shown = ShownBlocks()
     changes(shown, {"a": [1, 2]}, (), [3])
