@@ -29,6 +29,8 @@ from .support.object_store import FaultyProxy, names, object_store, put
 from .support.places import DATA
 from .support.stand_in_ray import StandInRay, stand_in_ray
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 __all__ = ["stand_in_ray"]
 
 CORRUPT = DATA / "simulated" / "mla_free_too_early.arrow"

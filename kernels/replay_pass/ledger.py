@@ -42,6 +42,7 @@ BEING_WRITTEN: Final = 8
 PADDED: Final = 16
 DIFFERS: Final = 32
 READ_RECYCLED: Final = 64  # given out anew since the request read or wrote it last
+AS_BEFORE: Final = 128  # nothing is: nobody has written it since it was given out, and it holds what the reader expects; to be seen again
 
 # What may be wrong with a write.
 WRITE_FREE: Final = 1
@@ -175,14 +176,11 @@ def judge_reads_loops(
                 free = is_free(ledger, slot, from_start) == 1
                 if free:
                     flags = READ_FREE
-                elif content < ledger[slot, ALLOC] and not (
-                    # Given out, given back unwritten and lent again, it holds what it did: the canary sees by the chain if not.
-                    writers[slot, 0] > 0
-                    and records[slot, RECORD_POSITION] == positions[i]
-                    and tokens[i] != -1
-                    and records[slot, RECORD_TOKEN] == tokens[i]
-                ):
-                    flags = NEVER_WRITTEN
+                elif content < ledger[slot, ALLOC]:
+                    # Given out, given back unwritten and lent again, it may hold what it did: the canary sees by the chain if not.
+                    same = writers[slot, 0] > 0 and records[slot, RECORD_POSITION] == positions[i]
+                    same = same and tokens[i] != -1 and records[slot, RECORD_TOKEN] == tokens[i]
+                    flags = AS_BEFORE if same else NEVER_WRITTEN
                 if state == HELD and request >= 0 and owner != request:
                     flags += READ_FOREIGN
                 mine = not free and positions[i] < fresh

@@ -36,7 +36,7 @@ from .jobs import Job, Stretch
 _SUMS: Final = (
     *("forwards", "forwards_watched", "tokens", "verified", "written", "unknown_entries", "entries_read"),
     *("figures", "samples", "told", "transfers_sent", "transfers_received", "transfers_unmatched"),
-    *("num_marks", "num_injected", "kv_recorded", "kv_filled"),
+    *("num_marks", "num_injected", "kv_recorded"),
 )
 _COUNTS: Final = ("events", "forwards_by_mode", "slot_counters", "kernel_counters", "oracle", "model_bytes")
 _RUNNING: Final = ("verify_full", "verify_swa")
@@ -292,6 +292,7 @@ def _joined(name: str, parts: Sequence[Part], report: Path | None) -> Summary:
     summary.first_time_ns = next((one.first_time_ns for one in summaries if one.first_time_ns), 0)
     summary.last_forward = next((one.last_forward for one in reversed(summaries) if one.forwards), -1)
     summary.last_time_ns = max(one.last_time_ns for one in summaries)
+    summary.kv_filled = max(one.kv_filled for one in summaries)
     summary.marks = [mark for one in summaries for mark in one.marks][:MAX_LISTED]
     summary.injected = [fault for one in summaries for fault in one.injected]
     summary.swa_divergence = _divergence([one.swa_divergence for one in summaries])

@@ -16,7 +16,7 @@ from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..support.places import DATA
 
-pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
 
 # Sliding windows, late samples, sweeps.
 TRACES = (

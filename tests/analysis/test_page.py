@@ -27,7 +27,7 @@ from ..support.hand_made import write
 from ..support.page_reports import HOSTILE, PageParser, data_of, grown_report, hostile_report, parts, source_of
 from ..support.places import DATA
 
-pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
 
 ASSETS = files("kvcanary.analysis.page") / "assets"
 

@@ -9,7 +9,7 @@ from ..support.places import DATA
 from . import model
 from .recorded import CONFIGS, REAL
 
-pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
 
 
 def rows(session, query):

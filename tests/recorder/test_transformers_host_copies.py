@@ -30,7 +30,10 @@ OFFLOADS = {
 }
 Manager = offloading_manager.OffloadingManager
 
-pytestmark = pytest.mark.usefixtures("engine_left_as_it_was", "nothing_pinned")
+pytestmark = [
+    pytest.mark.usefixtures("engine_left_as_it_was", "nothing_pinned"),
+    pytest.mark.one_in(2),
+]  # make fuzz goes through all
 
 
 @pytest.fixture

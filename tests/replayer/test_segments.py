@@ -27,6 +27,8 @@ from ..support.engines.toy_engine import Shape, ToyEngine
 from ..support.raw_traces import cut
 from ..support.segment_runs import check, run
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 CASES = [
     ("mha", "kv_used"),
     ("mha_page1", "req_to_token"),

@@ -28,6 +28,8 @@ from ..support.engines.toy_engine import SHAPES, ToyEngine
 from ..support.places import DATA
 from ..support.raw_traces import cut, write_in_batches
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 SETTINGS = ReplaySettings()
 KV_FLIP = DATA / "kv_flip.arrow"
 

@@ -15,6 +15,8 @@ from kvcanary.analysis.cli.bisect import bisect_command
 
 from ...support.places import DATA
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 VERSIONS = ["v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8"]
 LISTED = ",".join(VERSIONS)
 # An engine of the versions named: what a version does stands in the file `deeds`, a word a run.

@@ -9,7 +9,7 @@ from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 
 from ...support.places import DATA
 
-pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
 
 CONFIGS = ("mha", "eagle", "eagle_swa", "adapters", "recurrent", "layers", "told_reads")
 FLUSH_BYTES = 20_000  # so that a trace has many batches

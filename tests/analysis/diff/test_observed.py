@@ -19,7 +19,7 @@ from kvcanary.replayer.lab.trial import Trial, run_trial
 
 from ...support.places import DATA
 
-pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
 
 CORPUS = DATA / "corpus"
 ROUNDED = DiffSettings(kv_tolerance=1e-5)

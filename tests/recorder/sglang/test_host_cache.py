@@ -20,7 +20,7 @@ from kvcanary.recorder.trace.reader import TraceReader, read_trace
 from .fake_engine import SLOTS, Request, Scheduler
 from .fake_host_cache import HOST_SLOTS, PROMPT, HiCacheController, HybridCacheController, judged, losses, named, served
 
-pytestmark = pytest.mark.usefixtures("process_goes_on")
+pytestmark = [pytest.mark.usefixtures("process_goes_on"), pytest.mark.one_in(2)]  # make fuzz goes through all
 
 
 def test_forwards_between_a_load_and_its_beginning_are_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from ...support.engines.simulated_engines import (
     random_workload,
 )
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 # A smoke run, which is the most that `make test` can wait for, and what `make fuzz` does, which asks for 5,000 cases.
 RUNS = {"run_seed": (5, 160), "pair_seed": (2, 60)}
 FUZZ_CASES = 5000

@@ -9,6 +9,8 @@ from kvcanary.recorder.trace.schema import BYTE_LISTS, INT_LISTS, SCALARS
 
 from ...support.engines.simulated_engines import assert_books_balance, assert_clean_pair, judge_pair
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 WORKLOAD = RandomWorkload(
     requests=25, prompt_tokens=60, output_tokens=15, max_tokens=200, arrival_rate=200.0, sharing=0.8, fork_rate=0.2
 )

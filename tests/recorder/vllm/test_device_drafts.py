@@ -55,7 +55,7 @@ OF_BOTH = [
 ]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(("kind", "rejected", "shape"), OF_BOTH)
 def test_both_recorders_say_the_same_of_a_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[EagleProposer], rejected: int, shape: str
@@ -96,7 +96,7 @@ OF_V2 = [
 ]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(("kind", "how", "shape"), OF_V2)
 def test_a_draft_of_the_v2_runner_replays_clean(
     tmp_path: Path, kind: type[EagleSpeculator], shape: str, how: str
@@ -173,7 +173,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(("at", "fault"), FAULTS, ids=lambda one: getattr(one, "__name__", one))
 @pytest.mark.parametrize("kind", [EagleProposer, EagleSpeculator])
 def test_a_fault_of_the_draft_is_found(tmp_path: Path, kind: type[EagleProposer], at: str, fault: Any) -> None:

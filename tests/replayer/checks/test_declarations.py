@@ -23,7 +23,7 @@ from ...support.raw_traces import cut, read_raw, write_raw
 from .fires_everywhere import NAME, FiresEverywhere
 from .scene import SLOTS, Part, Scene
 
-pytestmark = pytest.mark.usefixtures("pass_from_the_start")
+pytestmark = [pytest.mark.usefixtures("pass_from_the_start"), pytest.mark.one_in(2)]  # make fuzz goes through all
 
 SCRIPT = Path(__file__).with_name("fires_everywhere.py")
 # Faults of the lab that every check but one fires for, and on which engine.

@@ -5,6 +5,7 @@ import pytest
 from kvcanary.kernels.constants import RECORD_TOKEN
 from kvcanary.kernels.replay_pass.ledger import (
     ALLOC,
+    AS_BEFORE,
     BEING_WRITTEN,
     CONTENT,
     DIFFERS,
@@ -126,7 +127,7 @@ def test_empty_input_finds_nothing() -> None:
         ({STATE: 0, LEFT: 6, CONTENT: 6}, {"complete": 0, "seen": 5}, 0),
         ({CONTENT: 3}, {"token": 6}, NEVER_WRITTEN),
         ({CONTENT: 3}, {"token": -1}, NEVER_WRITTEN),
-        ({CONTENT: 3}, {}, 0),
+        ({CONTENT: 3}, {}, AS_BEFORE),
         ({CONTENT: 3, OWNER: 3}, {"complete": 0}, NEVER_WRITTEN),
         ({}, {"seen": 3}, READ_RECYCLED),
         ({}, {"seen": 4}, 0),

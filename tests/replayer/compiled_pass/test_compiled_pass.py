@@ -31,7 +31,7 @@ from ...support.places import DATA
 from ...support.short_histories import HEADER, both, forward, ints, slot_event
 from ..incremental.unruly_engine import write
 
-pytestmark = pytest.mark.usefixtures("pass_from_the_start")
+pytestmark = [pytest.mark.usefixtures("pass_from_the_start"), pytest.mark.one_in(2)]  # make fuzz goes through all
 
 # Each with the least share of its events that must go through the pass.
 CLEAN = {

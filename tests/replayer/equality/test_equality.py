@@ -17,7 +17,7 @@ from ...support.places import DATA
 from ...support.random_forwards import HEADER, forward, kv_copy
 from ...support.raw_traces import bend, lasting, read_raw, write_raw
 
-pytestmark = pytest.mark.one_in(3)  # make fuzz goes through all
+pytestmark = pytest.mark.one_in(5)  # make fuzz goes through all
 
 PAIRS = sorted(path for path in (DATA / "simulated").iterdir() if path.is_dir())
 

@@ -21,6 +21,8 @@ from kvcanary.replayer.lab.configurations import CONFIGURATIONS
 from kvcanary.replayer.lab.faults import FAULTS
 from kvcanary.replayer.lab.matrix import Row
 
+pytestmark = pytest.mark.one_in(2)  # make fuzz goes through all
+
 
 def run(*arguments, command=lab_command):
     result = CliRunner().invoke(command, [str(argument) for argument in arguments])
