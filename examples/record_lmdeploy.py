@@ -51,11 +51,8 @@ def attach(engine, loop, path, **options):
     split = config.block_size // size  # kernels have smaller blocks than the scheduler, if they are asked to
     made, flying = deque(), deque()  # steps that have not run, and those whose tokens are not known
     ends, changes, running = {}, [], []  # of each sequence what has been given to the model; the step that runs
-    declared, update, updates = (
-        {},
-        agent.update_params,
-        [0],
-    )  # what sequences had when they declared it; how often weights came
+    declared, updates = {}, [0]  # what sequences had when they declared it; how often new weights came
+    update = agent.update_params
 
     def kernel_blocks(blocks):
         return (np.asarray(blocks, np.int64)[:, None] * split + np.arange(split)).ravel().tolist()

@@ -73,10 +73,11 @@ def guarded(
                 self.lock.release()
         except Exception as error:  # the engine must go on whatever happens here
             if self._strict:
-                with contextlib.suppress(
-                    Exception
-                ):  # whoever catches it has a trace that lacks what the call would have said
-                    self.start_over(f"{method.__name__}: {self.error_text(error)}", tables=False)
+                if self._last_raised != id(error):  # else a call within this one has said it
+                    self._last_raised = id(error)
+                    # Whoever catches it has a trace that lacks what was to be said.
+                    with contextlib.suppress(Exception):
+                        self.start_over(f"{method.__name__}: {self.error_text(error)}", tables=False)
                 raise
             self.switch_off(f"{method.__name__}: {self.error_text(error)}", error)
         self._engine_thread_ns = before + time.perf_counter_ns() - begin  # what is called inside counts once

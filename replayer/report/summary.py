@@ -254,9 +254,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        names = [
-            item.name for item in dataclasses.fields(self) if item.name not in ("header", "figures", "samples", "told")
-        ]
+        names = [item.name for item in dataclasses.fields(self) if item.name not in ("header", *_COUNTED)]
         values = {name: getattr(self, name) for name in names}
         values["requests_hit"] = list(self.requests_hit.values())[:MAX_LISTED]
         rows, header = self.coverage, self.header
