@@ -552,6 +552,7 @@ def test_a_block_size_that_is_not_the_pools_is_refused(tmp_path: Path, options: 
         ({"prefix_lens": [-1]}, "prefix_lens has -1"),
         ({"extend_lens": [65]}, "a request has 65 tokens, expected at most max_len, 64"),
         ({"requests": [["a"]]}, r"requests has \['a'\], expected names or numbers"),
+        ({"mode": "prefill"}, "mode is 'prefill', expected one of"),  # which a call within the call says
     ],
 )
 def test_a_strict_recorder_names_what_is_wrong_and_its_trace_is_not_clean(
