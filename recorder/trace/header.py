@@ -180,7 +180,7 @@ class StatePool:
 
     The first `hashed_bytes` of each of a slot's parts in layer `layer` are hashed, the last if `from_end`; `num_layers` layers lie
     in the pool. What `padding_slots` hold is nobody's: a request that goes on from there has no state. `zeros`: the hash of a slot
-    of zeros, 0 if it is not known.
+    of zeros, 0 if it is not known. `part_bytes`: how many bytes each part has, none if nobody says.
     """
 
     name: Text
@@ -192,6 +192,7 @@ class StatePool:
     hashed_bytes: Count = 0
     from_end: bool = False
     zeros: int = 0
+    part_bytes: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

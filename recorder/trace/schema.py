@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 13
+FORMAT_MINOR: Final = 14
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"

@@ -181,6 +181,13 @@ class TokenBytes(HistoryCheck):
             self._weights_known.add(number)
         return number
 
+    def _no_adapter(self, members: list[Difference]) -> str:
+        """Return why what a forward computed otherwise of a request shows no other adapter and no other weights, "" if it may."""
+        if any(one.partly for one in members):
+            return "partly"
+        has_adapters = any(adapter for adapter, _ in self._identities)
+        return "no_adapter" if not has_adapters and any(one.among_right for one in members) else ""
+
     def _same_weights(self, one: Difference, *streams: Repeats) -> bool:
         """Say whether other tokens show that weights and adapter were not replaced between the two places of what differs."""
         return all(s.spans(one) for s in streams) and (one.identity in self._weights_known or one.among_right)
@@ -193,7 +200,7 @@ class TokenBytes(HistoryCheck):
                 together.setdefault((one.place[EVENT], one.place[REQUEST]), []).append(one)
         names = self.history.request_table
         for members in together.values():
-            much, place, before, key, _ = members[0]
+            much, place, before, key, *_ = members[0]
             rotated = stream.half == "K"
             token = key & (1 << stream.token_bits) - 1
             detail = (
@@ -201,7 +208,8 @@ class TokenBytes(HistoryCheck):
                 f"{before[FORWARD]}{' at this position' if rotated else ''}, by {much:.0%} of the largest value; of {stream.pairs:,} repeats "
                 f"{'there' if rotated else 'elsewhere'} {stream.beyond(limit):,} do"
             )
-            cause = Cause("rotated" if rotated else "", before[REQUEST], token)
+            why = "rotated" if rotated else self._no_adapter(members)
+            cause = Cause(why, before[REQUEST], token)
             group = self.history.header.streams(runner)[number][0]
             yield self._finding(runner, group, place, before, cause, detail, len(members))
 

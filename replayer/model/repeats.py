@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.ops.token_rows.encoding import float_values
 from ...kernels.ops.token_rows.reference import encoding_of
-from .written import BEFORE, EVENT, FURTHEST, POSITION, ROUNDING, TOKEN_BITS, WrittenTokens
+from .written import BEFORE, EVENT, FURTHEST, POSITION, REQUEST, ROUNDING, TOKEN_BITS, WrittenTokens
 
 # Of 8 bits equal values may differ by a code: by a part of the value, and of small ones by a step, of which there are so many to 1.
 _CODES: Final = {dtype: of for dtype in ("float8_e4m3fn", "float8_e5m2") if (of := encoding_of(dtype, 1.0)) is not None}
@@ -30,7 +30,8 @@ _MAX_DIFFERENCES: Final = 1 << 20
 class Difference(NamedTuple):
     """A token whose bytes differ by more than rounding from those of the token `before` it with its key.
 
-    `among_right`: the same forward wrote other tokens of that identity with the bytes that they had.
+    `among_right`: the same forward wrote other tokens of that identity with the bytes that they had; `partly`: of the
+    same request, too.
     """
 
     much: float  # of the largest value
@@ -38,6 +39,7 @@ class Difference(NamedTuple):
     before: list[int]
     key: int
     among_right: bool
+    partly: bool = False
 
     @property
     def identity(self) -> int:
@@ -140,6 +142,7 @@ class Repeats:
         ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
         spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
         right = set(np.unique(of << TOKEN_BITS | ends).tolist())
+        of_requests = set(map(tuple, np.unique(places[np.flatnonzero(alike)][:, [EVENT, REQUEST]], axis=0).tolist()))
         for at, much in zip(differ.tolist(), by.tolist(), strict=True):
             if much <= EQUAL[self.dtype] or len(self.found) >= _MAX_TOKENS:
                 continue
@@ -151,7 +154,8 @@ class Repeats:
             key, place = int(keys[at]), places[at].tolist()
             # All that a forward wrote comes at once. Of K it is its V that shows the weights.
             among_right = self.half == "K" or (key >> TOKEN_BITS << TOKEN_BITS | place[EVENT]) in right
-            self.found.append(Difference(much, place, places[at - 1].tolist(), key, among_right))
+            partly = (place[EVENT], place[REQUEST]) in of_requests
+            self.found.append(Difference(much, place, places[at - 1].tolist(), key, among_right, partly))
         for identity in np.unique(of).tolist():
             before = self.alike.get(identity, spans[:0])
             self.alike[identity] = _joined(np.concatenate([before, spans[of == identity]]))

@@ -58,6 +58,8 @@ FINDING_CAUSES = {
     "as_anothers": "the forward left the bytes of another request's state, which ends with another token",
     "cleared": "the state is one of zeros, and nobody was seen to fill its slot",
     "rotated": "K is not what the same token's is at the same position, or follows from its K at others, and V is",
+    "no_adapter": "no request declares an adapter, and other requests' tokens have the bytes that they had in that forward",
+    "partly": "of what the forward computed of the request other tokens have the bytes that they had",
     "stored_wrong": "the storage does not hold what was stored",
     "stored_over": "the storage holds in its place what was stored for another page",
     "changed_in_store": "the storage no longer holds what it held after the store",

@@ -362,7 +362,10 @@ def _states(pool: StatePool) -> Watched:
     """Return of how many layers the bytes of recurrent state are hashed: their first or last ones, of one layer."""
     total, watched = pool.num_layers or None, min(1, pool.hashed_bytes)
     rest = "every layer" if not watched else f"every layer but {pool.layer}"
-    words = "" if watched == total else f"recurrent state of {rest}"
+    left, whole = sum(max(0, part - pool.hashed_bytes) for part in pool.part_bytes), sum(pool.part_bytes)
+    layers = "" if watched == total else f"recurrent state of {rest}"
+    size = f"{left:,} of {whole:,} bytes of recurrent state in layer {pool.layer}" if watched and left else ""
+    words = "; ".join(filter(None, (layers, size)))
     end = "last" if pool.from_end else "first"
     reason = f"the {end} {pool.hashed_bytes:,} bytes of each part are hashed" if watched else "its bytes are not read"
     return Watched("states", pool.name, watched, total, reason, words)

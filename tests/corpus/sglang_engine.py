@@ -452,7 +452,7 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
     if "uneven" in setup:
         tell_layers_apart()
-    if setup in ("recurrent-ends", "recurrent-few-slots"):
+    if setup in ("recurrent-ends", "recurrent-few-slots", "recurrent-ubatches"):
         enlarge_states()
     if setup in TELLING:
         let_attention_be_seen()
@@ -487,6 +487,7 @@ def generate(setup: str, folder: Path) -> None:
         else None,
         page_size=chosen.page,
         max_total_tokens=chosen.slots,
+        kv_cache_dtype="bfloat16" if setup.endswith("bf16") else "auto",
         random_seed=1,
         **options_of(setup),
     )

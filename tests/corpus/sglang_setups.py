@@ -541,6 +541,49 @@ def _hybrid_page4_emptied(ask: Asked) -> None:
     ]
 
 
+def _llama_twins_grouped(ask: Asked) -> None:
+    """Prompts two of which are the same at a time, beside others, and some that go on behind them."""
+    first, second = ask.tokens(14), ask.tokens(11)
+    ask.prompts = [first, first, second, second, ask.tokens(23)]
+    third = ask.tokens(12)
+    ask.again = [third, third, ask.tokens(26), first + ask.tokens(7), ask.tokens(19)]
+
+
+def _llama_page2_tiles(ask: Asked) -> None:
+    """Prompts of different lengths, four and then fewer of which are answered at a time, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (14, 33, 21, 9)]
+    ask.again = [ask.prompts[1] + ask.tokens(5), ask.tokens(27), ask.prompts[0] + ask.tokens(10), ask.tokens(16)]
+
+
+def _llama_page4_bf16(ask: Asked) -> None:
+    """Prompts of one chunk and of two, most of which others go on behind."""
+    ask.prompts = [ask.tokens(count) for count in (18, 25, 37, 12)]
+    ask.again = [ask.prompts[0] + ask.tokens(7), ask.tokens(22), ask.prompts[1][:20] + ask.tokens(9), ask.prompts[2]]
+
+
+def _recurrent_ubatches(ask: Asked) -> None:
+    """Prompts of one chunk to three, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (34, 20, 71, 9)]
+    ask.again = [ask.prompts[1] + ask.tokens(1), ask.tokens(50), ask.prompts[0] + ask.tokens(2)]
+
+
+def _qwen3_page4_regimes(ask: Asked) -> None:
+    """Prompts, short and long ones, and long ones that begin as short ones did and the other way round."""
+    ask.prompts = [ask.tokens(count) for count in (28, 93, 17)]
+    ask.again = [
+        ask.prompts[0] + ask.tokens(51),
+        ask.tokens(24),
+        ask.prompts[1][:40] + ask.tokens(8),
+        ask.prompts[2] + ask.tokens(6),
+    ]
+
+
+def _llama_page2_captured(ask: Asked) -> None:
+    """Prompts that are answered three at a time, a little in front of where the next tile of places begins."""
+    ask.prompts = [ask.tokens(count) for count in (12, 27, 19)]
+    ask.again = [ask.prompts[0] + ask.tokens(8), ask.tokens(29), ask.prompts[1] + ask.tokens(14), ask.tokens(11)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -659,6 +702,12 @@ SETUPS = {
     "hybrid-page8-rings": Setup("mellum_hybrid", 8, 496, False, 3, False, then=_hybrid_page8_rings),
     "hybrid-page4-emptied": Setup("mellum_hybrid", 4, 468, False, 2, False, then=_hybrid_page4_emptied),
     "llama-host-page4-tight": Setup("llama", 4, 148, False, 3, False, then=_long_ones),
+    "llama-twins-grouped": Setup("llama", 1, 148, False, 4, False, then=_llama_twins_grouped),
+    "llama-page2-tiles": Setup("llama", 2, 384, False, 4, False, then=_llama_page2_tiles),
+    "llama-page4-bf16": Setup("llama", 4, 440, False, 3, False, then=_llama_page4_bf16),
+    "recurrent-ubatches": Setup("lfm2", 1, 448, False, 3, False, then=_recurrent_ubatches),
+    "qwen3-page4-regimes": Setup("qwen3", 4, 588, False, 3, False, then=_qwen3_page4_regimes),
+    "llama-page2-captured": Setup("llama", 2, 408, False, 3, False, then=_llama_page2_captured),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -705,4 +754,10 @@ TELLING = (
     "hybrid-page8-rings",
     "hybrid-page4-emptied",
     "llama-host-page4-tight",
+    "llama-twins-grouped",
+    "llama-page2-tiles",
+    "llama-page4-bf16",
+    "recurrent-ubatches",
+    "qwen3-page4-regimes",
+    "llama-page2-captured",
 )

@@ -399,6 +399,50 @@ def own_requests(setup: str) -> list:
             ask("c", random_prompt(412, 12), 30, 1),
             ask("d", system + random_prompt(413, 20), 14, 9),
         ]
+    if setup == "llama-grows":  # that have nothing in common, and grow by chunks and by tokens
+        return [
+            ask("a", random_prompt(420, 27), 40),
+            ask("b", random_prompt(421, 70), 34, 2),
+            ask("c", random_prompt(422, 11), 30, 7),
+            ask("d", random_prompt(423, 45), 26, 15),
+        ]
+    if setup == "offload-hybrid-slots":  # that take turns when there is no room for all, while some run on
+        return [
+            ask("a", random_prompt(430, 29), 38),
+            ask("b", random_prompt(431, 21), 44, 1),
+            ask("c", random_prompt(432, 36), 28, 4),
+            ask("d", random_prompt(433, 17), 32, 9),
+        ]
+    if setup == "hybrid-padded":  # that begin with less than a window and with more, and run on over several
+        return [
+            ask("a", random_prompt(440, 13), 66),
+            ask("b", random_prompt(441, 29), 40, 3),
+            ask("c", random_prompt(442, 61), 24, 8),
+            ask("d", random_prompt(443, 22), 30, 21),
+        ]
+    if setup == "offload-qwen-saves":  # that give way and leave their room to those that stay
+        return [
+            ask("a", random_prompt(450, 25), 42),
+            ask("b", random_prompt(451, 18), 46),
+            ask("c", random_prompt(452, 29), 36, 2),
+            ask("d", random_prompt(453, 10), 34, 5),
+        ]
+    if setup == "few-orphans":  # that begin together and all need a next block at the same time, until there is none
+        return [
+            ask("a", random_prompt(460, 16), 31),
+            ask("b", random_prompt(461, 16), 30),
+            ask("c", random_prompt(462, 40), 24),
+            ask("d", random_prompt(463, 12), 14, 34),
+        ]
+    if setup == "qwen-rows":  # of the same tokens, for some of which rows of their own are put in
+        asked = random_prompt(470, 38)
+        return [
+            ask("a", asked, 16),
+            ask("b", random_prompt(471, 23), 30, 1),
+            ask("c", asked[:33], 18, 7),
+            ask("d", asked + random_prompt(472, 5), 14, 13),
+            ask("e", asked[:25] + random_prompt(473, 10), 12, 22),
+        ]
     return []
 
 
@@ -724,6 +768,63 @@ def loads_take(steps: int) -> None:
     Scheduler._get_waiting_candidates = waiting_candidates
 
 
+# By request of qwen-rows: the places of its prompt for which it brings a row of its own, in place of its token's.
+BROUGHT: dict[str, range] = {"a": range(4, 21), "c": range(0), "d": range(4, 21), "e": range(12, 25)}
+
+
+def whose_rows(request_id: str, first: int, last: int) -> list[int]:
+    """Return what the key of a block has of where its rows come from: the places in it that are not its tokens'."""
+    return [place for place in range(first, last) if place in BROUGHT.get(request_id, ())]
+
+
+def rows_are_brought() -> None:
+    """Have rows put in for some tokens of prompts, the same for all, and blocks known by which of theirs these are."""
+    import torch
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+    step, search = ContinuousBatchProcessor._generation_step, PagedAttentionCache.search_prefix_match
+    mark, key = PagedAttentionCache.mark_complete_blocks, cache_allocator.compute_block_hash
+    now: list[str] = [""]  # the request whose blocks are looked for or entered
+    ends: dict[int, int] = {}  # of a block, by its key
+
+    def generation_step(processor, model) -> None:
+        own: list[bool] = []
+        for future in processor.inputs_and_outputs.requests_in_batch:
+            end = future.state.position_offset
+            brought = BROUGHT.get(future.state.request_id, ())
+            own += [place in brought for place in range(end - future.query_length, end)]
+        rows = torch.tensor(own)
+
+        def put_in(module, inputs, output):
+            output[0, : len(rows)][rows] = module.weight[198]
+            return output
+
+        hook = model.get_input_embeddings().register_forward_hook(put_in)
+        step(processor, model)
+        hook.remove()
+
+    def search_prefix_match(cache, request_id, prompt_ids) -> int:
+        now[0] = request_id
+        return search(cache, request_id, prompt_ids)
+
+    def mark_complete_blocks(cache, state, complete_blocks) -> None:
+        now[0] = state.request_id
+        mark(cache, state, complete_blocks)
+
+    def compute_block_hash(parent_hash, tokens) -> int:
+        first = 0 if parent_hash is None else ends[parent_hash]
+        found = key(parent_hash, [*tokens, *whose_rows(now[0], first, first + len(tokens))])
+        ends[found] = first + len(tokens)
+        return found
+
+    ContinuousBatchProcessor._generation_step = generation_step
+    PagedAttentionCache.search_prefix_match = search_prefix_match
+    PagedAttentionCache.mark_complete_blocks = mark_complete_blocks
+    cache_allocator.compute_block_hash = compute_block_hash
+
+
 def by_address() -> None:
     """Have free pages given out from the lowest on."""
     from transformers.generation.continuous_batching.cache_allocators import CachePool
@@ -890,6 +991,19 @@ def generate(setup: str, folder: Path) -> None:
         keeps_on_host({"a"}, 0)
     if setup == "few-turned-away":
         batching |= {"num_blocks": 12, "max_batch_tokens": 41}
+    if setup == "llama-grows":
+        batching = {"num_blocks": 80, "max_batch_tokens": 36}
+    if setup == "offload-hybrid-slots":
+        batching |= {"num_blocks": 10, "max_batch_tokens": 44}
+    if setup == "hybrid-padded":
+        batching = {"num_blocks": 66, "max_batch_tokens": 34}
+    if setup == "offload-qwen-saves":
+        batching |= {"num_blocks": 15, "max_batch_tokens": 44}
+    if setup == "few-orphans":
+        batching |= {"num_blocks": 16, "max_batch_tokens": 76}
+    if setup == "qwen-rows":
+        batching = {"num_blocks": 70, "max_batch_tokens": 46}
+        rows_are_brought()
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
@@ -898,6 +1012,7 @@ def generate(setup: str, folder: Path) -> None:
     sharp += ("hybrid-long-chunks", "offload-qwen-store", "offload-qwen-behind-hits", "offload-transfers")
     sharp += ("qwen-recycled", "llama-capped")
     sharp += ("llama-sessions", "qwen-long-prefills", "offload-qwen-stores", "few-turned-away")
+    sharp += ("llama-grows", "offload-hybrid-slots", "hybrid-padded", "offload-qwen-saves", "few-orphans", "qwen-rows")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

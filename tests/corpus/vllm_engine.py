@@ -208,6 +208,15 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
                 one.max_tokens = min(26 if "brim" in setup else 46, 256 - len(question["prompt_token_ids"]))
         if setup == "llama-recycles" and number == 0:  # the first one is there until the others are done
             sampling[0].max_tokens = 130
+        if setup == "llama-cohorts":  # the first is done before the second, and so on
+            for place, one in enumerate(sampling):
+                one.max_tokens = 9 + 8 * place
+        if setup in ("qwen-suspends", "llama-recomputes"):
+            if setup == "qwen-suspends" and number == 0:
+                for place, one in enumerate(sampling):
+                    one.max_tokens = 45 if place else 5
+            outputs += with_all_put_back(llm, number, given, sampling, (0, 11) if "qwen" in setup else (1, 3))
+            continue
         if setup == "llama-streaming":
             outputs += with_further_input(llm, number, given, sampling)
             continue
@@ -257,6 +266,20 @@ def with_aborts(llm: Any, number: int, prompts: list, sampling: list) -> list[li
             break
         if step == 6:
             engine.abort_request([f"{number}-0"])
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_all_put_back(llm: Any, number: int, prompts: list, sampling: list, when: tuple[int, int]) -> list[list[int]]:
+    """Answer prompts step by step; in a batch, before a step, all that run are put back and the cache is emptied."""
+    engine, answers = llm.llm_engine, {}
+    for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(f"{number}-{i}", prompt, one)
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if (number, step) == when:
+            llm.reset_prefix_cache(reset_running_requests=True)
         answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
     return [answers[name] for name in sorted(answers)]
 

@@ -75,6 +75,12 @@ TELLING = (
     "hybrid-alone",
     "llama-lora-shares",
     "delta-resets",
+    "qwen-suspends",
+    "llama-cohorts",
+    "llama-eagle-warm",
+    "llama-loads-replicas",
+    "hybrid-frontiers",
+    "llama-recomputes",
 )
 
 
@@ -1616,3 +1622,75 @@ def _llama_lora_shares(ask: Asked) -> Batches:
 def _delta_resets(ask: Asked) -> Batches:
     """Prompts that have nothing in common, one after another."""
     return [[ask.tokens(45), ask.tokens(71)], [ask.tokens(28), ask.tokens(115)]]
+
+
+@setup("qwen-suspends", "qwen", {"max_num_batched_tokens": 156, "num_gpu_blocks_override": 27, "max_num_seqs": 3})
+def _qwen_suspends(ask: Asked) -> Batches:
+    """Prompts that have nothing in common; the first one is soon done, and behind that all are put back once."""
+    return [
+        [ask.tokens(41), ask.tokens(75), ask.tokens(52), ask.tokens(60)],
+        [ask.tokens(88), ask.tokens(34)],
+    ]
+
+
+@setup("llama-cohorts", "llama", {"max_num_batched_tokens": 240, "num_gpu_blocks_override": 35, "max_num_seqs": 4})
+def _llama_cohorts(ask: Asked) -> Batches:
+    """Prompts that are answered together, and the longer one is the sooner it is done."""
+    return [
+        [ask.tokens(78), ask.tokens(66), ask.tokens(59), ask.tokens(37)],
+        [ask.tokens(97), ask.shared, ask.tokens(49)],
+    ]
+
+
+@setup(
+    "llama-eagle-warm",
+    "llama",
+    {**EAGLE, "max_num_batched_tokens": 116, "num_gpu_blocks_override": 38, "max_num_seqs": 3},
+)
+def _llama_eagle_warm(ask: Asked) -> Batches:
+    """Prompts of one block to four, with drafts behind them."""
+    return [[ask.tokens(29), ask.tokens(87), ask.shared], [ask.shared[:64] + ask.tokens(50), ask.tokens(43)]]
+
+
+@setup(
+    "llama-loads-replicas",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 132,
+        "num_gpu_blocks_override": 29,
+        "max_num_seqs": 2,
+    },
+)
+def _llama_loads_replicas(ask: Asked) -> Batches:
+    """Prompts that come again, some of them longer, when their blocks have been given to others."""
+    first = [ask.shared + ask.tokens(11), ask.tokens(100), ask.tokens(45)]
+    return [first, [ask.tokens(53), first[1] + ask.tokens(9)], [first[0] + ask.tokens(26), first[2][:33]]]
+
+
+@setup(
+    "hybrid-frontiers",
+    "hybrid",
+    {
+        "long_prefill_token_threshold": 64,
+        "max_num_batched_tokens": 132,
+        "num_gpu_blocks_override": 34,
+        "max_num_seqs": 3,
+    },
+    more=24,
+)
+def _hybrid_frontiers(ask: Asked) -> Batches:
+    """Prompts of up to four chunks, each of two blocks, with little room."""
+    return [
+        [ask.tokens(198), ask.tokens(135), ask.tokens(26)],
+        [ask.tokens(170), ask.tokens(101), ask.tokens(143)],
+    ]
+
+
+@setup("llama-recomputes", "llama", {"max_num_batched_tokens": 54, "num_gpu_blocks_override": 33, "max_num_seqs": 3})
+def _llama_recomputes(ask: Asked) -> Batches:
+    """Prompts: a short one, and a long one that is under way in chunks when all are put back."""
+    return [
+        [ask.tokens(62), ask.shared + ask.tokens(5)],
+        [ask.tokens(32), ask.tokens(165), ask.tokens(44)],
+    ]

@@ -113,6 +113,14 @@ def test_samples_count_as_far_as_they_have_reached() -> None:
         (StatePool(name="mamba", num_slots=8, num_layers=1, hashed_bytes=16), []),
         (StatePool(name="mamba", num_slots=8, num_layers=5, hashed_bytes=16), ["recurrent state of every layer but 0"]),
         (StatePool(name="mamba", num_slots=8, num_layers=5), ["recurrent state of every layer"]),
+        (
+            StatePool(name="mamba", num_slots=8, layer=2, num_layers=1, hashed_bytes=16, part_bytes=(8, 40)),
+            ["24 of 48 bytes of recurrent state in layer 2"],
+        ),
+        (
+            StatePool(name="mamba", num_slots=8, num_layers=5, hashed_bytes=16, part_bytes=(8, 40)),
+            ["recurrent state of every layer but 0; 24 of 48 bytes of recurrent state in layer 0"],
+        ),
     ],
 )
 def test_layers_whose_recurrent_state_is_not_read_are_named(pool: StatePool, words: list[str]) -> None:

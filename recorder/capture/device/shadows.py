@@ -219,6 +219,11 @@ class DeviceShadows:
         )
 
 
+def bytes_of_slots(parts: Sequence[Any]) -> tuple[int, ...]:
+    """Return how many bytes a slot has of each of some torch tensors `[num_slots, ...]`."""
+    return tuple(int(part[0].numel() * part.element_size()) for part in parts)
+
+
 def slots_as_bytes(part: Any, most: int, *, from_end: bool = False) -> Any | None:
     """Return the first `most` bytes, or the last, of each slot of a torch tensor `[num_slots, ...]` as they lie in memory,
     `[num_slots, n] uint8`; None if a slot's elements do not lie side by side, in any order.

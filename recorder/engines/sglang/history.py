@@ -3,7 +3,7 @@
 An allocator does not know for whom it allocates, and the versions differ in who asks it. So a slot that was given out
 is recorded when a forward first writes it, for the request that writes it, with the rest of its page: as often as it was
 given out, each time for another request. A free is recorded when it is asked for, even if the engine puts it off to the end
-of its step.
+of its step; where other slots come back then than were asked for, that is recorded, too.
 """
 
 import functools
@@ -60,16 +60,21 @@ class GroupHistory:
         self._free: list[Int64Array] = []  # pages that are free where the engine flushes its cache, or is idle
         self._nobodys: BoolArray = np.zeros(num_slots, np.bool_)  # slots that are known to be nobody's
         self._calls: OutermostCalls | None = None
+        self._ending = False  # whether what was put off is being freed
+        # Slots of frees that were put off, and of those that have come to an end.
+        self._asked: list[Int64Array] = []
+        self._came: list[Int64Array] = []
 
     def follow_calls(self, calls: OutermostCalls) -> dict[str, Hook]:
         """Put around the allocator's methods what is called in every step; return the hooks around others, by their names."""
         self._calls = calls
         for name in ("alloc", "alloc_extend", "alloc_decode"):
             calls.wrap(self.allocator, name, self._on_given)
-        # The frees that the engine had put off were recorded when they were asked for.
-        calls.wrap(self.allocator, "free_group_end", None)
         hooks: dict[str, Hook] = {"free": self._on_free, "free_segment": self._on_free, "clear": self._on_clear}
-        hooks["free_page_ids"] = functools.partial(self._on_free, scale=self.page_size)
+        hooks |= {
+            "free_page_ids": functools.partial(self._on_free, scale=self.page_size),
+            "free_group_end": self._on_end,
+        }
         return {name: hook for name, hook in hooks.items() if hasattr(self.allocator, name)}
 
     @property
@@ -98,9 +103,35 @@ class GroupHistory:
         np.add.at(self._pending, self._of_pool(slots), 1)
 
     def _on_free(self, freed: Any, *_args: Any, scale: int = 1, **_kwargs: Any) -> Finish:
-        if not self._inside and len(freed):
-            self._with_slots(self._freed, freed, scale, "evict" if self.evicting else "free")
+        if self._ending:
+            self._with_slots(self._at_last, freed, scale)
+        elif not self._inside and len(freed):
+            put_off = getattr(self.allocator, "free_group", None) is not None
+            self._with_slots(self._freed, freed, scale, "evict" if self.evicting else "free", "", put_off)
         return self._count_call()
+
+    def _on_end(self, *_args: Any, **_kwargs: Any) -> Finish:
+        """Have what was put off looked at when it is freed: it was recorded when it was asked for."""
+        self._ending = not self._inside
+        leave = self._count_call()
+
+        def done(result: Any, error: BaseException | None) -> None:
+            ended, self._ending = self._ending, False
+            leave(result, error)
+            if ended:
+                self._with_slots(self._settle, [])
+
+        return done
+
+    def _at_last(self, freed: Int64Array, scale: int) -> None:
+        self._came.append(self._of_pool(self._whole_pages(freed * scale)))
+
+    def _settle(self, _: Int64Array) -> None:
+        """Record what came back in the end and was not asked for; what was asked for and did not is seen when the engine is idle."""
+        asked, came = (np.unique(np.concatenate([own_int64([]), *slots])) for slots in (self._asked, self._came))
+        self._asked.clear()
+        self._came.clear()
+        self._freed(np.setdiff1d(came, asked), 1, "free", "put off")
 
     def _on_clear(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Record as evicted everything that is not free: the engine flushes its cache."""
@@ -150,9 +181,10 @@ class GroupHistory:
     def _of_pool(self, slots: Int64Array) -> Int64Array:
         return slots[(slots > 0) & (slots < self._pending.size)]
 
-    def _freed(self, freed: Int64Array, scale: int, kind: SlotChange, note: str = "") -> None:
+    def _freed(self, freed: Int64Array, scale: int, kind: SlotChange, note: str = "", put_off: bool = False) -> None:
         """Record that slots go back to the pool."""
         slots = self._of_pool(self._whole_pages(freed * scale))
+        self._asked += [slots] if put_off else []
         self.given_out(slots, "never written")
         for group in self.groups if slots.size else ():
             self._recorder.slots(kind, group=group, slots=slots, note=note)

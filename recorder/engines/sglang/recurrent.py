@@ -17,7 +17,7 @@ from ....kernels.arrays import BoolArray, Int64Array
 from ....kernels.capture.frames import SavedStates, StateIndices
 from ....kernels.ops.state_hash.reference import MAX_PARTS
 from ...capture.device.recorder import DeviceRecorder
-from ...capture.device.shadows import slots_as_bytes
+from ...capture.device.shadows import bytes_of_slots, slots_as_bytes
 from ...capture.host_arrays import own_int64
 from ...capture.recurrent import StateAccess, StateChange
 from ...trace.header import NotWatched, StatePool, TraceHeader
@@ -53,7 +53,8 @@ def state_pool(runner: Any, index: int) -> tuple[StatePool, list[Any]] | NotWatc
     sizes = {"num_slots": slots, "layer": first, "num_layers": len(layers), "hashed_bytes": MOST_BYTES}
     free = getattr(pool, "free_slots", None)
     padding = (0,) if isinstance(free, list) and free == list(range(1, slots)) else ()  # before any is given out
-    return StatePool(name=name, runner=index, padding_slots=padding, from_end=True, **sizes), parts
+    said = bytes_of_slots(parts)
+    return StatePool(name=name, runner=index, padding_slots=padding, from_end=True, part_bytes=said, **sizes), parts
 
 
 def prefills_not_seen(runner: Any) -> list[NotWatched]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ from .weights import Weights
 
 
 class TransformersRequest(KnownRequest):
-    """A request; `blocks[g]` counts the blocks of group g's table that alloc events have named."""
+    """A request; `blocks[g]` are the blocks of group g's table that alloc events have named."""
 
     def __init__(self, name: str, request_id: int) -> None:
         super().__init__(name, request_id)
-        self.blocks: Counter[int] = Counter()
+        self.blocks: defaultdict[int, list[int]] = defaultdict(list)
         self.seed = request_id  # for the oracle; a fork goes by its parent's, whose first token it has
         self.said: dict[str, Any] = {}  # of it, beside its names
 
@@ -308,12 +308,12 @@ class TransformersRecording:
         return -1 if request is None else request.request_id
 
     def _record_new_blocks(self, layout: TransformersGroup, requests: list[TransformersRequest]) -> None:
-        """Record the blocks that were added to the requests' tables since they were last seen."""
+        """Record the blocks that came into the requests' tables since they were last seen, behind others or in their place."""
         for request in requests:
-            table = layout.table(request.name)
-            if len(table) > request.blocks[layout.index]:
-                fresh = table[request.blocks[layout.index] :]
-                request.blocks[layout.index] = len(table)
+            table, known = layout.table(request.name), request.blocks[layout.index]
+            if table != known:
+                fresh = [block for place, block in enumerate(table) if known[place : place + 1] != [block]]
+                request.blocks[layout.index] = list(table)
                 # A block with a hash was written before: the prefix cache lent it out.
                 self._allocated(layout, fresh, layout.allocator.ledger.block_to_hash, request, "", "prefix hit")
 
@@ -368,7 +368,7 @@ class TransformersRecording:
             if ledger.shared_ref_counts.get(block, 1) == 1 and (no_cache or block not in ledger.block_to_hash)
         ]
         self._slots("free", layout, freed, request, self._reason)
-        request.blocks[layout.index] = 0
+        request.blocks[layout.index] = []
         if self._reason != "offload" and layout is self._layouts[-1]:
             self._requests.drop(request)
 
@@ -378,9 +378,11 @@ class TransformersRecording:
         layout, users = self._layouts[allocator.index], allocator.ledger.shared_ref_counts
         before = [(block, users.get(block, 1) == 1) for block in layout.table(request_id)]
         yield
-        after = zip(before, layout.table(request_id), strict=False)
-        freed = [old for (old, only), new in after if old != new and only]
-        self._slots("free", layout, freed, self._requests.get(request_id), "dedup")
+        table, request = layout.table(request_id), self._requests.get(request_id)
+        freed = [old for (old, only), new in zip(before, table, strict=False) if old != new and only]
+        self._slots("free", layout, freed, request, "dedup")
+        known = [] if request is None else request.blocks[layout.index]
+        known[:] = [new if old != new else had for had, (old, _), new in zip(known, before, table, strict=False)]
 
     @around
     def on_evict(self, cache: Any) -> Around:
@@ -399,7 +401,7 @@ class TransformersRecording:
             child = self._known(parent, source, name)
             for layout in self._layouts:
                 table = layout.table(name)
-                child.blocks[layout.index] = len(table)
+                child.blocks[layout.index] = list(table)
                 self._allocated(layout, table, layout.table(parent.request_id), child, "fork", "shared by fork")
 
     @around

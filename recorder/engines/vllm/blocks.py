@@ -217,16 +217,24 @@ class BlockHistory:
 
         A request's last blocks go through its manager.
         """
-        if self._ending or not isinstance(blocks, list):
+        if self._ending:
             return
         index, name = self._skipping or (-1, "")
-        mine = (
-            [(one, self._of_group(one, blocks)) for one in self._groups]
-            if index < 0
-            else [(self._groups[index], blocks)]
-        )
-        self._hand_over({(group.index, block.block_id) for group, known in mine for block in known})
-        yield
+
+        def handed(known: list[Any]) -> list[tuple[VllmGroup, list[Any]]]:
+            mine = [(self._groups[index], known)]
+            if index < 0:
+                mine = [(group, self._of_group(group, known)) for group in self._groups]
+            self._hand_over({(group.index, block.block_id) for group, found in mine for block in found})
+            return mine
+
+        if isinstance(blocks, list):
+            mine = handed(blocks)
+            yield
+        else:  # an iterator is the engine's to go through: who had a user before, and has none behind it
+            used = [block for block in self._coordinator.block_pool.blocks if block.ref_cnt]
+            yield
+            mine = handed([block for block in used if not block.ref_cnt])
         for group, known in mine:
             self.freed(group, known, name)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ....kernels.arrays import BoolArray, Int64Array
 from ....kernels.capture.frames import StateIndices
 from ....kernels.ops.state_hash.reference import MAX_PARTS
-from ...capture.device.shadows import slots_as_bytes
+from ...capture.device.shadows import bytes_of_slots, slots_as_bytes
 from ...capture.forward_input import ForwardInput
 from ...capture.host_arrays import own_int64
 from ...capture.recurrent import StateAccess
@@ -85,7 +85,12 @@ class VllmStates:
             sizes = {"num_slots": num_blocks, "num_layers": len(group.layer_names), "hashed_bytes": MOST_BYTES}
             self.pools.append(
                 StatePool(
-                    name=f"mamba{number or ''}", layer=layer_number(name), padding_slots=(0,), from_end=True, **sizes
+                    name=f"mamba{number or ''}",
+                    layer=layer_number(name),
+                    padding_slots=(0,),
+                    from_end=True,
+                    part_bytes=bytes_of_slots(parts),
+                    **sizes,
                 )
             )
             self.parts[number] = list(parts)

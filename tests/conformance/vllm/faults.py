@@ -269,7 +269,7 @@ class Injector(LayerFaults, DraftFaults):
         return {"group": group, "position": position, "slot": slot, "count": 1}
 
     def state_byte(self, runner, fed, row, name, prefix, at, extend):
-        """Flip a byte of the recurrent state that a request goes on from in this step."""
+        """Flip a byte, of the last ones of a part, of the recurrent state that a request goes on from in this step."""
         import torch
 
         if not prefix:
@@ -284,7 +284,7 @@ class Injector(LayerFaults, DraftFaults):
         block = int(runner.input_batch.block_table[gid].block_table.gpu[row, column])
         layer = runner.kv_cache_config.kv_cache_groups[gid].layer_names[0]
         state = runner.compilation_config.static_forward_context[layer].kv_cache[-1]
-        state[block].view(-1).view(torch.uint8)[self._rng.randrange(16)] ^= 0x55
+        state[block].view(-1).view(torch.uint8)[-1 - self._rng.randrange(16)] ^= 0x55
         return {"slot": block}
 
     def state_block(self, runner, fed, row, name, prefix, at, extend):

@@ -77,6 +77,7 @@ class HostWorker(CPUOffloadingWorker):
         refs = kv_caches.group_data_refs
         self._store_handler = HostHandler(here, there, refs, each, to_host=True)
         self._load_handler = HostHandler(there, here, refs, each, to_host=False)
+        self._expedited_load_handler = HostHandler(there, here, refs, each, to_host=False)  # since 0.33
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):

@@ -119,6 +119,27 @@ def test_frees_that_the_engine_puts_off_are_told_once(page_size: int) -> None:
     assert [call[0] for call in told.calls] == ["alloc", "free"]
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_comes_back_is_told_where_the_engine_puts_off_what_changes_until_then(page_size: int) -> None:
+    told = Told()
+    allocator, kept = history(page_size, told)
+    slots = allocator.alloc(12)
+    write(kept, slots.numpy(), [12], [1], [7])
+    allocator.free_group_begin()
+    allocator.free(slots[:4])
+    assert allocator.free_group is not None
+    allocator.free_group[0].copy_(slots[4:8])  # a part of a row that is another by the end
+    allocator.free_group_end()
+    assert [(call[0], call[2], call[-1]) for call in told.calls[1:]] == [
+        ("free", slots[:4].tolist(), ""),
+        ("free", slots[4:8].tolist(), "put off"),
+    ]
+    allocator.free_group_begin()
+    allocator.free(slots[8:])
+    allocator.free_group_end()
+    assert [call[0] for call in told.calls[3:]] == ["free"]
+
+
 def test_an_eviction_and_a_flush_have_their_names() -> None:
     told = Told()
     allocator, kept = history(4, told)

@@ -45,7 +45,9 @@ def test_the_first_layers_parts_of_a_known_pool_are_watched() -> None:
     found = state_pool(runner(MambaPool(), disaggregation_mode="null"), 0)
     assert isinstance(found, tuple)
     pool, parts = found
-    assert pool == StatePool(name="MambaPool", num_slots=4, layer=2, num_layers=2, hashed_bytes=4096, from_end=True)
+    assert pool == StatePool(
+        name="MambaPool", num_slots=4, layer=2, num_layers=2, hashed_bytes=4096, from_end=True, part_bytes=(24,)
+    )
     assert [tuple(part.shape) for part in parts] == [(4, 3, 2)]
 
 

@@ -201,16 +201,17 @@ def test_a_block_that_is_taken_and_forgotten_is_found_when_no_request_is_left(
     assert summary.findings_by_kind == {"slot_leaked": 1}
 
 
+@pytest.mark.parametrize("given", [list, iter])
 @pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])
 def test_a_block_that_nobody_says_whose_it_was_is_told_as_nobodys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specs: list[Any] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specs: list[Any] | None, given: Any
 ) -> None:
     given_back: list[int] = []
 
     def give_back(_: GPUModelRunner, scheduler: Scheduler, __: Any) -> None:
         used = [block for block in scheduler.pool.blocks if block.ref_cnt == 1 and block.block_hash is not None]
         if used and not given_back:
-            scheduler.pool.free_blocks(used[:1])
+            scheduler.pool.free_blocks(given(used[:1]))
             given_back.append(used[0].block_id)
             scheduler.pool.touch(used[:1])  # and the engine goes on as before
 

@@ -1,6 +1,7 @@
 """vLLM's state groups: which are watched, which blocks a step reads and writes, and what is recorded of copies."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_what_is_understood_is_watched_and_the_rest_named(made: Any, of: Any, wh
     expected = StatePool(
         name="mamba", num_slots=BLOCKS, layer=2, num_layers=2, hashed_bytes=4096, from_end=True, padding_slots=(0,)
     )
-    assert states.pools == ([] if why else [expected])
+    assert [replace(pool, part_bytes=()) for pool in states.pools] == ([] if why else [expected])
 
 
 def test_a_step_reads_and_writes_the_blocks_of_its_metadata_decodes_first() -> None:
