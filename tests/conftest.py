@@ -53,7 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: list[pytest.Item] = []
     for item in items:
         marker = item.get_closest_marker("one_in")
-        if marker is not None:
+        if item.get_closest_marker("long") is not None:
+            left.append(item)
+        elif marker is not None:
             name = item.nodeid.partition("[")[0]
             numbers[name] = numbers.get(name, -1) + 1
             left += [item] if numbers[name] % marker.args[0] else []

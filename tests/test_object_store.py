@@ -128,6 +128,7 @@ def test_torn_traces_and_segments(store: FaultyProxy, tmp_path: Path) -> None:
     assert str(pickle.loads(pickle.dumps(remote.as_path(url) / "x.arrow"))) == "s3://bkt/segments/x.arrow"
 
 
+@pytest.mark.long
 def test_reports_there_are_asked_as_here(
     store: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in_ray: StandInRay
 ) -> None:

@@ -125,6 +125,7 @@ def test_behind_a_full_to_swa_table_the_chain_has_the_groups_own_slots(tmp_path)
                 assert (row["stored_position"], row["stored_token"]) == (row["position"], row["expected_token"]), row
 
 
+@pytest.mark.long
 def test_a_million_violations_fit(report, monkeypatch):
     folder = report("free_too_early")
     grown_report(folder, 150_000)

@@ -64,6 +64,7 @@ def test_an_incident_fails_its_test(tmp_path: Path) -> None:
     assert "3 replay(s) after 3 test(s): 1 clean, 2 corrupt" in done.stdout
 
 
+@pytest.mark.long
 def test_runs_beside_one_another_judge_their_own_engines(tmp_path: Path) -> None:
     """A run that begins while another one is under way takes none of its traces, in the same folder."""
     theirs = tmp_path / "traces" / "main"

@@ -31,6 +31,7 @@ def opened(request, engines, pair):
         yield path, session
 
 
+@pytest.mark.one_in(6)
 def test_tokens_and_batches(opened):
     path, session = opened
     tokens, batches = model.forwards(path)
@@ -262,6 +263,7 @@ def test_block_tables_their_differences_and_who_reads_a_slot(name, engines, pair
             assert sorted(found) == sorted(one for one in expected if one[0] == middle)
 
 
+@pytest.mark.one_in(6)
 def test_every_request_id_has_its_name_beside_it_and_trace_comes_last(opened):
     _, session = opened
     names = dict(rows(session, "select request_id, name from requests"))

@@ -39,6 +39,7 @@ def rows(session, name):
     return sorted(map(repr, table.select(kept).to_pylist()))  # a keyframe's events shift the numbers of those behind
 
 
+@pytest.mark.long
 def test_every_relation_is_the_same(reports):
     whole, cut_report, segments = reports
     assert len(segments) > 3

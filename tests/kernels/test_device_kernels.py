@@ -250,6 +250,7 @@ for shift in (0, 4):
 """
 
 
+@pytest.mark.long
 def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     import os
 

@@ -46,6 +46,7 @@ build(slots_kernel, TILE=512)
 """
 
 
+@pytest.mark.long
 def test_they_compile_for_a_gpu(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)

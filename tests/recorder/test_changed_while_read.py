@@ -70,6 +70,7 @@ print("given", given, "told", told)
 @pytest.mark.parametrize("how", ["cut", "overwritten"])
 @pytest.mark.parametrize("compression", ["none", "lz4"])
 @pytest.mark.parametrize("tokens", ROUNDS)
+@pytest.mark.one_in(3)
 def test_a_whole_batch_or_a_gap_and_never_a_signal(traces, how: str, compression: str, tokens: int) -> None:
     path: Path = traces.write(batches=(2,) * 8, compression=compression, tokens=tokens)
     for ahead in ["", "ahead"] if compression == "lz4" else [""]:

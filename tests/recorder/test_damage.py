@@ -38,6 +38,7 @@ def judge(traces, good, path):
 
 
 @pytest.mark.parametrize(("compression", "stride"), [("none", 73), ("lz4", 97), ("zstd", 127)])
+@pytest.mark.one_in(2)
 def test_flipped_bits(traces, every_byte, compression, stride):
     stride = 1 if every_byte else stride
     path = traces.write(batches=BATCHES, compression=compression)

@@ -50,6 +50,7 @@ def test_what_lies_in_the_file_as_it_is_needs_no_thread(traces: Any, monkeypatch
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.one_in(2)
 def test_damage_anywhere(traces: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """A byte of every 97th place is another one: the same batches and the same words."""
     path = traces.write(batches=(2,) * 5, compression="lz4")

@@ -230,6 +230,7 @@ def test_a_clean_run_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("fault", FAULTY_RUNS)
+@pytest.mark.one_in(3)
 def test_a_faulty_run_has_the_same_violations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     config = FAULTS[fault].configs[0]
     trial = Trial(fault=FAULTS[fault], config=config, seed=FAULTY_RUNS[fault])

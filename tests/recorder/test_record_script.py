@@ -28,6 +28,7 @@ def here() -> Iterator[click.Command]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.long
 def test_a_recording_can_be_repeated(here: click.Command, tmp_path: Path) -> None:
     command = [sys.executable, str(DATA / "record.py"), "kv_flip", "-o", str(tmp_path / "one")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

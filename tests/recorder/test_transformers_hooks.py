@@ -37,6 +37,7 @@ BOTH_SIDES = [(name, late) for name in RECORDING_METHODS for late in (False, Tru
 
 
 @pytest.mark.parametrize(("name", "late"), BOTH_SIDES)
+@pytest.mark.one_in(3)
 def test_a_fault_in_a_hook_leaves_the_engine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, late: bool
 ) -> None:

@@ -17,6 +17,7 @@ FIELDS = VIOLATION_SCHEMA.names[:8]
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.one_in(4)
 def test_replay_finds_the_published_rows(shape: str, fault: str, tmp_path: Path, conformance_cases: int) -> None:
     found_any = 0
     # Two of the three ways to hash KV bytes each, in turns over shapes and faults; make fuzz goes through ten seeds each.

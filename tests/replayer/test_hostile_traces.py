@@ -41,6 +41,7 @@ COLUMNS = [
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.one_in(3)
 def test_any_value_in_any_column(column: str, value: int, tmp_path: Path) -> None:
     def change(event: TraceEvent) -> None:
         values = event.ints[column].copy()

@@ -175,6 +175,7 @@ def test_where_no_more_processes_start_those_that_there_are_do_it(most: int, mon
 
 
 @pytest.mark.usefixtures("no_server")
+@pytest.mark.long
 def test_a_server_that_cannot_fork_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_server_that_was_killed_is_started_again() -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.long
 def test_ctrl_c_judges_what_was_under_way_and_leaves_out_the_rest(sent: signal.Signals, tmp_path: Path) -> None:
     """And so do SIGTERM and a closed terminal, which come to the workers too."""
     traces = [record(ToyEngine(SHAPES["full"], seed=4, forwards=9000), tmp_path / "0.arrow")]

@@ -53,7 +53,7 @@ def followed(header, path, request, checks):
     return walk
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("path", [*TRACES, *MANY], ids=lambda path: path.stem)
 def test_the_same_is_seen(path, tmp_path):
     target, header, requests = plain(path, tmp_path)
@@ -125,6 +125,7 @@ def test_a_number_that_was_damaged_is_a_gap_as_if_all_was_read(checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.one_in(10)
 def test_of_many_segments_few_are_open_and_the_same_is_seen(checkpoint, tmp_path, monkeypatch, compression):
     monkeypatch.setattr(streams, "_MOST_OPEN", 3, raising=False)
     segments, opened = cut(DATA / "clean_llama.arrow", tmp_path / "t.arrow", seed=1, least=2, most=5), []

@@ -16,6 +16,7 @@ from ..support.raw_traces import write_in_batches
 
 
 @pytest.mark.parametrize("shape", ["full", "swa", "full_two_sources"])
+@pytest.mark.one_in(2)
 def test_a_damaged_batch_of_a_clean_trace_gives_no_violation(shape: str, tmp_path: Path) -> None:
     left_out = 0
     for seed in range(6):

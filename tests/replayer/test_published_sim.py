@@ -24,6 +24,7 @@ def test_tags_and_reasons_are_numbered_as_published() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_in(3)
 def test_clean_engine_is_clean_on_both_sides(name: str, tmp_path: Path) -> None:
     found = run(name, 3, tmp_path / "run")
     found.assert_same()

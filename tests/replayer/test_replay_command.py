@@ -239,6 +239,7 @@ def test_ctrl_c_leaves_a_partial_report_that_says_so(tmp_path: Path) -> None:
     assert pq.read_table(report).num_rows == 0
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_violations_all_reach_the_disk(tmp_path: Path) -> None:
     """Freed too early and reused for a long time: every row is kept, and the counts agree."""
     engine = ToyEngine(SHAPES["full"], seed=9, forwards=1100, fault="early_free", fault_rate=1.0)

@@ -184,6 +184,7 @@ def test_every_file_of_a_report_is_its_owners_alone(tmp_path):
     assert set(modes.values()) == {0o600}, modes
 
 
+@pytest.mark.long
 def test_a_stray_file_with_a_recordings_name_stops_nobody(tmp_path):
     workload = RandomWorkload(requests=40, prompt_tokens=40, output_tokens=20)
     sizes = {"segment_bytes": 16_384, "flush_bytes": 4_096}

@@ -49,6 +49,7 @@ def record(config: str, fault: str | None, folder: Path, seed: int = 0) -> tuple
 
 
 @pytest.mark.parametrize(("config", "fault"), CASES)
+@pytest.mark.one_in(4)
 def test_alone_and_together(config: str, fault: str | None, tmp_path: Path) -> None:
     (trace,) = record(config, fault, tmp_path)
     segments = cut(trace, tmp_path / "s.arrow", seed=1, least=100, most=250)

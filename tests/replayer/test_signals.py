@@ -25,6 +25,7 @@ def trace(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM] * 2, [signal.SIGINT] * 2, [*ENDINGS, signal.SIGINT]])
 @pytest.mark.parametrize("apart", [0.0, 0.01])
+@pytest.mark.one_in(3)
 def test_several_signals_at_once_lose_no_report(trace, tmp_path, numbers, apart):
     report = tmp_path / "trace.report"
     words = ["--executor", "stepwise", "--report", str(report), str(trace)]

@@ -47,7 +47,7 @@ def record(config: str, fault: str | None, folder: Path, *, seed: int = 0, most:
     return segments
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("config", "fault"), CASES)
 def test_side_by_side_gives_what_one_after_another_gives(config: str, fault: str | None, tmp_path: Path) -> None:
     segments = record(config, fault, tmp_path, seed=1)
@@ -86,6 +86,7 @@ def test_the_first_segments_are_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.one_in(2)
 def test_a_segment_that_a_flight_recorder_deletes_under_way(number: int, tmp_path: Path) -> None:
     segments = record("mha", "kv_used", tmp_path)
     plans = [plan_of(segments, tmp_path / name) for name in ("one", "split")]

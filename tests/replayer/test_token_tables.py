@@ -60,6 +60,7 @@ def as_bytes(values, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_what_fits_the_table_is_right_by_the_definition(name, dtype, tmp_path):
     layer, rng = made(name, dtype, tmp_path), np.random.default_rng(len(name))
     with np.errstate(over="ignore", invalid="ignore"):

@@ -250,6 +250,7 @@ def test_segments_that_nobody_saw_leave_no_clean_verdict(tmp_path: Path) -> None
     assert "1 segment(s) were deleted while nobody watched" in facts["doubts"]
 
 
+@pytest.mark.long
 def test_a_report_of_damage_outlives_the_segments_that_it_is_made_of(tmp_path: Path) -> None:
     segments = _segments(tmp_path, KV_FLIP)
     told: list[dict[str, Any]] = []

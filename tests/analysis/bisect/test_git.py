@@ -21,6 +21,7 @@ def repository(tmp_path_factory):
     return folder, make_repository(folder, untestable=UNTESTABLE)
 
 
+@pytest.mark.long
 def test_git_bisect_run(repository):
     """As docs/guide/bisect.md has it: record, or skip; then the replay's exit code is the verdict."""
     folder, commits = repository

@@ -82,6 +82,7 @@ def test_events_that_the_recorder_dropped(config, refused, whole, tmp_path):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("at", [0.15, 0.5, 0.8])
+@pytest.mark.one_in(6)
 def test_a_damaged_batch(config, at, whole, tmp_path):
     compare = judged if at == 0.5 else diff_traces
     result = compare(whole[config], damaged(whole[config], tmp_path / "b.arrow", at))

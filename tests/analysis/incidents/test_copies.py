@@ -208,6 +208,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_the_hop_that_lied_is_named(copies: Copies, tmp_path: Path, case: str) -> None:
     made, findings, incidents = CASES[case]
     for src, dst, ends, tiers in made:

@@ -111,6 +111,7 @@ def found(request, tried):
     return request.param, trial, rows
 
 
+@pytest.mark.one_in(3)
 def test_a_fault_is_one_incident_of_its_kind(found, any_report):
     kind, trial, by_report = found
     rows = [row for rows in by_report for row in rows]
@@ -132,6 +133,7 @@ def test_a_fault_is_one_incident_of_its_kind(found, any_report):
         any_report.sql(query)
 
 
+@pytest.mark.one_in(3)
 def test_no_diagnosis_rests_on_the_words_of_a_finding(found, tmp_path):
     _, trial, by_report = found
     for number, (report, trace) in enumerate(zip(trial.reports, trial.traces, strict=True)):

@@ -62,6 +62,7 @@ def run(library: Path, folder: Path, scenario: str, step: int, *options: str) ->
         ("page", 30, 0),
     ],
 )
+@pytest.mark.one_in(3)
 def test_whatever_call_fails(
     library: Path, tmp_path: Path, pytestconfig: pytest.Config, scenario: str, least: int, step: int
 ) -> None:
@@ -77,6 +78,7 @@ def test_whatever_call_fails(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("scenario", "step"), [("memory", 499), ("replay", 97), ("recover", 131)])
+@pytest.mark.one_in(2)
 def test_whatever_request_for_memory_fails(
     library: Path, tmp_path: Path, pytestconfig: pytest.Config, scenario: str, step: int
 ) -> None:

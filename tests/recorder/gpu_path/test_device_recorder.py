@@ -40,6 +40,7 @@ TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e5m2, torch.
 
 
 @pytest.mark.parametrize("dtype,axes", list(zip(TYPES, [*LAYOUTS, "slot head dim"], strict=True)))
+@pytest.mark.one_in(3)
 def test_all_layers_are_sampled_and_searched_alike(dtype, axes, tmp_path, monkeypatch):
     if dtype.itemsize == 1:  # a row of four pieces is read in two turns
         monkeypatch.setattr(frame_kv, "ROW_TILE", tl.constexpr(2))

@@ -29,6 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, range(max(few, many * cases // FUZZ_CASES if cases > 500 else 0)))
 
 
+@pytest.mark.one_in(4)
 def test_clean_whatever_the_schedule(run_seed, tmp_path):
     config = random_config(run_seed)
     path = tmp_path / "trace.arrow"
@@ -64,6 +65,7 @@ def test_clean_pair_whatever_the_schedule(pair_seed, tmp_path):
     assert_clean_pair(pair)
 
 
+@pytest.mark.long
 def test_together_they_exercise_everything(tmp_path):
     """What runs as those above prove is worth what happens in them; these few have all of it."""
     total: dict[str, int] = {}

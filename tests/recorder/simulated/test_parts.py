@@ -102,6 +102,7 @@ def test_config_says_what_is_wrong(changes, message):
         EngineConfig(**changes)
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_workload(tmp_path):
     """Thirty thousand tokens more leave nothing behind in the engine."""
     workload = RandomWorkload(requests=100_000, prompt_tokens=400, output_tokens=5, max_tokens=900)

@@ -31,6 +31,7 @@ def record(path, changes):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_in(3)
 def test_the_header_promises_it_and_the_trace_keeps_it(name, tmp_path):
     path = tmp_path / "trace.arrow"
     engine = record(path, CONFIGS[name])

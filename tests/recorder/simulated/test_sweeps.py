@@ -44,6 +44,7 @@ def swept(engine):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.one_in(2)
 def test_a_sweep_names_all_that_the_cache_holds(shape, tmp_path):
     path = tmp_path / "trace.arrow"
     with start(path, SHAPES[shape]) as engine:

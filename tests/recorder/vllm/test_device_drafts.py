@@ -57,6 +57,7 @@ OF_BOTH = [
 
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize(("kind", "rejected", "shape"), OF_BOTH)
+@pytest.mark.long
 def test_both_recorders_say_the_same_of_a_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[EagleProposer], rejected: int, shape: str
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_draft_of_the_v2_runner_replays_clean(
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [EagleProposer, DraftModelProposer, EagleSpeculator, StandaloneARSpeculator])
+@pytest.mark.long
 def test_with_several_groups_each_keeps_its_table(tmp_path: Path, kind: type[EagleProposer]) -> None:
     specs = [FullAttentionSpec(), SlidingWindowSpec()]
     summary, header, events = run(tmp_path, kind(), specs=specs, num_blocks=40, caching=False, budget=7)
@@ -124,6 +126,7 @@ def test_with_several_groups_each_keeps_its_table(tmp_path: Path, kind: type[Eag
 
 
 @pytest.mark.parametrize("kind", [EagleProposer, EagleSpeculator])
+@pytest.mark.one_in(28)
 def test_a_step_without_the_drafter_leaves_its_slots_unknown(tmp_path: Path, kind: type[EagleProposer]) -> None:
     steps: list[int] = []
 

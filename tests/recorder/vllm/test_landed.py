@@ -176,6 +176,7 @@ NOTHING, LATE = ("not loaded", 1, 0), ("landed late", 1, 0)
         "overwritten",
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_has_landed(
     tmp_path: Path, lands: list[Callable[[Kv], None]], found: list[tuple[str, int, int]], late: str
 ) -> None:

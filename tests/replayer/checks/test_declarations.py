@@ -118,6 +118,7 @@ def test_a_check_is_called_as_it_declares(
 
 
 @pytest.mark.parametrize("fault", FIRES)
+@pytest.mark.one_in(4)
 def test_a_check_that_fires_finds_the_same_past_the_compiled_pass(fault: str, tmp_path: Path) -> None:
     config, kinds = FIRES[fault]
     outcome = run_trial(Trial(fault=FAULTS[fault], config=config, seed=0), tmp_path / "trace")

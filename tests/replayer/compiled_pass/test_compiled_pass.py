@@ -265,6 +265,7 @@ def test_a_small_trace_does_without(taken: list[int], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("shape", ["full", "draft", "sliding", "hybrid", "all"])
 @pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.one_in(4)
 def test_an_engine_that_does_what_it_likes(
     seed: int, shape: str, tmp_path: Path, taken: list[int], without_pass: Callable[[Path], dict]
 ) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.one_in(5)  # make fuzz goes through all
 PAIRS = sorted(path for path in (DATA / "simulated").iterdir() if path.is_dir())
 
 
+@pytest.mark.one_in(10)
 def test_recorded(recorded_trace: Path, tmp_path: Path) -> None:
     # tests/corpus finds the incidents of its traces; what merging does to rows, the other traces show.
     corpus = recorded_trace.parent == DATA / "corpus"
@@ -33,6 +34,7 @@ def test_recorded_pairs(pair: Path, tmp_path: Path) -> None:
     check([pair / "prefill.arrow", pair / "decode.arrow"], tmp_path)
 
 
+@pytest.mark.one_in(10)
 def test_lab(lab_trial: tuple[str, str, int], tmp_path: Path) -> None:
     fault, config, seed = lab_trial
     outcome = run_trial(Trial(fault=FAULTS[fault], config=config, seed=seed), tmp_path / "trace")
@@ -79,6 +81,7 @@ def test_bent_traces_of_engines(engine_seed: int, tmp_path: Path) -> None:
     check([bent], tmp_path / "broken", incidents=engine_seed % 3 == 0)
 
 
+@pytest.mark.long
 def test_pairs_of_engines(pair_seed: int, tmp_path: Path) -> None:
     with random_pair(pair_seed, tmp_path, requests=3) as pair:
         while pair.step():

@@ -28,6 +28,7 @@ def answer(path: Path, folder: Path, **settings) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.one_in(4)
 def test_the_answer_is_stepwises(seed: int, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "t.arrow"
     fuss = write(trace, seed, shape)

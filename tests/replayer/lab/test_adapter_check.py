@@ -56,6 +56,7 @@ class Partial(Engine):
         self.recorder.before_step = partial  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_what_an_adapter_does_not_read_is_missed(tmp_path: Path) -> None:
     report = checked(Partial, tmp_path)
     assert set(report.missed) == {"position_off_by_one", "seq_len_one_short"}

@@ -71,7 +71,7 @@ def test_none_is_missing():
         assert set(fault.configs) <= set(CONFIGURATIONS)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", HARMFUL)
 def test_harm_is_seen_in_time(name):
     rows = tried_until_it_does_harm(name)  # make lab tries each twenty times
@@ -94,7 +94,7 @@ def test_no_fault_is_taken_for_one(name):
     assert not [row for row in rows if row.effect or row.detected or row.false_positive]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("config", CONFIGURATIONS)
 def test_clean_runs_are_clean_by_probe_and_by_replay(config):
     row = try_one((CLEAN, config, 7))

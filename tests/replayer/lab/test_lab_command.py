@@ -152,6 +152,7 @@ def test_matrix_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert claims["clean"]["runs"] == 2
 
 
+@pytest.mark.long
 def test_matrix_over_processes_gives_the_same_rows(tmp_path):
     for jobs in (1, 2):
         assert matrix_run(tmp_path / f"{jobs}.parquet", "--jobs", jobs).exit_code == 0

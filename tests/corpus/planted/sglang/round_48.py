@@ -91,7 +91,14 @@ def rows_that_pad_a_batch_store_nan_in_the_slot_that_pads_tiles(fired: Fired) ->
 
 # What is stored are the same numbers at two scales; nothing changes where they lie. The CPU's pool has none of 8 bits:
 # these lie in one of 16.
-@bug("Avarok-Cybersecurity/atlas#372", "llama-page4-bf16", "bad_values_written", "not_of_the_model", origin="Atlas")
+@bug(
+    "Avarok-Cybersecurity/atlas#372",
+    "llama-page4-bf16",
+    "bad_values_written",
+    "not_of_the_model",
+    origin="Atlas",
+    late="what is rounded to 8 bits is within what equal tokens differ by",
+)
 def first_tokens_are_stored_by_a_scale_they_are_not_read_by(fired: Fired) -> None:
     """Keys and values are kept with 8 bits, and by which scale is found out while the first tokens are computed. Until
     then a scale of 2 is taken to be on the safe side, and then one that is made of the largest value so far. What has
@@ -168,7 +175,14 @@ def state_is_cleared_in_front_of_every_part_of_a_prompt(fired: Fired) -> None:
     before_forward(look)
 
 
-@bug("lablup/mlxcel#1358", "qwen3-page4-regimes", "identity_not_in_key", "not_of_the_model", origin="mlxcel")
+@bug(
+    "lablup/mlxcel#1358",
+    "qwen3-page4-regimes",
+    "identity_not_in_key",
+    "not_of_the_model",
+    origin="mlxcel",
+    late="nobody tells by which factors a request turns its keys",
+)
 def prefix_is_handed_to_who_turns_its_keys_by_other_factors(fired: Fired) -> None:
     """Places are turned by one of two lists of factors, and by which of them is told by how long a request's prompt is.
     The prefix cache has no word of that in its keys: a long prompt goes on behind what a short one has left, whose keys
@@ -220,7 +234,13 @@ def prefix_is_handed_to_who_turns_its_keys_by_other_factors(fired: Fired) -> Non
     before_forward(look)
 
 
-@bug("ikawrakow/ik_llama.cpp#2096", "llama-page2-captured", "attention_seq_len_wrong", origin="ik_llama.cpp")
+@bug(
+    "ikawrakow/ik_llama.cpp#2096",
+    "llama-page2-captured",
+    "attention_seq_len_wrong",
+    origin="ik_llama.cpp",
+    late="how much a kernel sums up is seen by the kernel alone",
+)
 def captured_graph_sums_the_values_it_had_at_its_capture(fired: Fired) -> None:
     """A graph is run again as long as its nodes look alike, and how many keys and values there are is seen only in what
     goes into them, which is not compared: what comes out of the product of weights and values is as large as before.

@@ -222,7 +222,13 @@ def blocks_of_a_request_that_finds_no_room_are_forgotten(fired: Fired) -> None:
         before(processor, model)
 
 
-@bug("vllm-project/vllm#56655", "qwen-rows", "identity_not_in_key", origin="vLLM")
+@bug(
+    "vllm-project/vllm#56655",
+    "qwen-rows",
+    "identity_not_in_key",
+    origin="vLLM",
+    late="nobody tells of rows that are brought: seen where a token comes again",
+)
 def key_does_not_tell_tokens_from_rows_that_were_brought(fired: Fired) -> None:
     """A prompt may bring rows of its own for some of its places, in place of its tokens' embeddings. A block is known by its
     tokens and by the rows, but not by which places of it take the one and which the other: a request of the same tokens

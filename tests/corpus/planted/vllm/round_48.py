@@ -151,7 +151,7 @@ def end_of_a_padded_batch_is_taken_from_its_longest_length(fired: Fired) -> None
         return before(builder, common_prefix_len, common, *args, **kwargs)
 
 
-@bug("ikawrakow/ik_llama.cpp#1757", "llama-eagle-warm", "kv_write_lost", "kv_changed", origin="ik_llama.cpp")
+@bug("ikawrakow/ik_llama.cpp#1757", "llama-eagle-warm", "kv_write_lost", "kv_changed", origin="ik_llama.cpp", reads=7)
 def first_sampled_token_is_discarded_with_the_drafts(fired: Fired) -> None:
     """When it has drafted, the drafter takes back all that it has stored on the way, as the tokens that turn out right are
     computed again behind the verification. Behind a prompt the first of these is no draft: it is the token that the target
