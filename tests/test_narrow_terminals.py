@@ -81,7 +81,6 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-@pytest.mark.one_in(3)
 def test_no_line_is_longer(words: list[str], width: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     extra = ["--no-report"] if words[0] == "replay" else []

@@ -112,6 +112,8 @@ _AFTERWARDS: Final = Watched(
     "what changed in a slot after it was looked at last",
 )
 
+_COMPUTED: Final = "--model compares K and V of the first layer with what the model gives, kvcanary rerun all that was recorded of a request"
+
 
 def no_figures(header: TraceHeader) -> Int64Array:
     """Return the counts of a trace that has not begun, `[runners, figures] int64`."""
@@ -295,13 +297,16 @@ def not_watched(rows: Sequence[Watched]) -> list[str]:
 
 
 def model_coverage(counts: Mapping[str, int]) -> list[Watched]:
-    """Return how much was compared with the model that was named, nothing if none was."""
+    """Return how much was compared with the model that was named, if one was, and what layers compute that nothing is compared with."""
     compared, total = counts.get(COMPARED, 0), counts.get(WRITTEN, 0)
     if not total:
-        return []
+        return [Watched("computed", "", 0, None, _COMPUTED, "what layers compute (no --model)")]
     why = [f"{count:,}: {reason}" for reason, count in counts.items() if reason not in (COMPARED, WRITTEN) and count]
     words = f"{total - compared:,} of {total:,} tokens' K and V against the model" if compared < total else ""
-    return [Watched("model", "", compared, total, "; ".join(why), words)]
+    return [
+        Watched("model", "", compared, total, "; ".join(why), words),
+        Watched("computed", "", 1, None, _COMPUTED, "what layers behind the first compute"),
+    ]
 
 
 def _forwards(judged: int, recorded: int) -> Watched:
