@@ -452,7 +452,7 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
     if "uneven" in setup:
         tell_layers_apart()
-    if setup in ("recurrent-ends", "recurrent-few-slots", "recurrent-ubatches"):
+    if setup in ("recurrent-ends", "recurrent-few-slots", "recurrent-ubatches", "recurrent-joined"):
         enlarge_states()
     if setup in TELLING:
         let_attention_be_seen()
@@ -562,6 +562,8 @@ def generate(setup: str, folder: Path) -> None:
             batch = [prompts[i] + outputs[i][4:] + tokens(6) for i in (0, 3, 1)]
         if number and setup == "llama-turns-whole":
             batch = [prompts[i] + outputs[i] + tokens(6) for i in (2, 0, 3)]
+        if number and setup == "llama-turns-ended":
+            batch = [prompts[i] + outputs[i] + tokens(5) for i in (1, 3, 0)]
         sampling = [{"max_new_tokens": rng.randrange(8, 20), "temperature": 0, "ignore_eos": True} for _ in batch]
         if setup == "hybrid-turns":
             sampling = [{**one, "max_new_tokens": 40} for one in sampling]

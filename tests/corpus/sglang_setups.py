@@ -584,6 +584,29 @@ def _llama_page2_captured(ask: Asked) -> None:
     ask.again = [ask.prompts[0] + ask.tokens(8), ask.tokens(29), ask.prompts[1] + ask.tokens(14), ask.tokens(11)]
 
 
+def _recurrent_joined(ask: Asked) -> None:
+    """Prompts, the last chunk of one of which is computed beside others, and some that go on behind them beside new ones."""
+    ask.prompts = [ask.tokens(count) for count in (38, 12, 20, 43)]
+    ask.again = [ask.prompts[0] + ask.tokens(4), ask.tokens(13), ask.tokens(36), ask.prompts[1] + ask.tokens(3)]
+
+
+def _qwen3_page2_upper(ask: Asked) -> None:
+    """Prompts of one chunk, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (16, 29, 22)]
+    ask.again = [ask.prompts[0] + ask.tokens(7), ask.tokens(18), ask.prompts[2][:20] + ask.tokens(9)]
+
+
+def _llama_turns_ended(ask: Asked) -> None:
+    """Prompts that are answered one behind the other."""
+    ask.prompts = [ask.tokens(count) for count in (17, 30, 23, 11)]
+
+
+def _llama_page2_strides(ask: Asked) -> None:
+    """Prompts of different lengths, which are answered four at a time, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (24, 41, 17, 30)]
+    ask.again = [ask.prompts[2] + ask.tokens(16), ask.tokens(26), ask.prompts[1] + ask.tokens(9), ask.tokens(12)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -708,6 +731,12 @@ SETUPS = {
     "recurrent-ubatches": Setup("lfm2", 1, 448, False, 3, False, then=_recurrent_ubatches),
     "qwen3-page4-regimes": Setup("qwen3", 4, 588, False, 3, False, then=_qwen3_page4_regimes),
     "llama-page2-captured": Setup("llama", 2, 408, False, 3, False, then=_llama_page2_captured),
+    "recurrent-joined": Setup("lfm2", 1, 440, False, 3, False, then=_recurrent_joined),
+    "qwen3-page2-upper": Setup("qwen3", 2, 472, False, 3, False, then=_qwen3_page2_upper),
+    "llama-host-page4-scaled": Setup("llama", 4, 168, False, 2, False, then=_long_ones),
+    "llama-host-page2-virtual": Setup("llama", 2, 156, False, 3, False, then=_long_ones),
+    "llama-turns-ended": Setup("llama", 1, 308, False, 3, False, then=_llama_turns_ended),
+    "llama-page2-strides": Setup("llama", 2, 520, False, 4, False, then=_llama_page2_strides),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -760,4 +789,10 @@ TELLING = (
     "recurrent-ubatches",
     "qwen3-page4-regimes",
     "llama-page2-captured",
+    "recurrent-joined",
+    "qwen3-page2-upper",
+    "llama-host-page4-scaled",
+    "llama-host-page2-virtual",
+    "llama-turns-ended",
+    "llama-page2-strides",
 )

@@ -443,6 +443,53 @@ def own_requests(setup: str) -> list:
             ask("d", asked + random_prompt(472, 5), 14, 13),
             ask("e", asked[:25] + random_prompt(473, 10), 12, 22),
         ]
+    if setup == "llama-rows":  # of which some grow past what their prompts took, beside others that run on
+        return [
+            ask("a", random_prompt(480, 38), 34),
+            ask("b", random_prompt(481, 30), 40, 1),
+            ask("c", random_prompt(482, 51), 22, 4),
+            ask("d", random_prompt(483, 17), 28, 10),
+        ]
+    if setup == "offload-qwen-layers":  # two of which are stored, and begin like those that come behind them
+        first, second = random_prompt(490, 36), random_prompt(491, 45)
+        return [
+            ask("a", first, 10),
+            ask("b", random_prompt(492, 22), 48, 1),
+            ask("c", second, 9, 14),
+            ask("d", second[:41] + random_prompt(493, 7), 16, 27),
+            ask("e", first + random_prompt(494, 9), 14, 33),
+        ]
+    if setup == "offload-qwen-records":  # one of which is stored, and asked again by others at its side and behind it
+        asked = random_prompt(500, 43)
+        return [
+            ask("a", random_prompt(501, 29), 44),
+            ask("b", asked, 8, 2),
+            ask("c", asked + random_prompt(502, 5), 18, 16),
+            ask("d", asked[:34] + random_prompt(503, 10), 16, 22),
+        ]
+    if setup == "offload-buffers":  # of lengths that are no whole blocks when they have to give way
+        return [
+            ask("a", random_prompt(510, 21), 40),
+            ask("b", random_prompt(511, 27), 36),
+            ask("c", random_prompt(512, 14), 42, 2),
+            ask("d", random_prompt(513, 19), 24, 7),
+        ]
+    if setup == "llama-stretched":  # of which some stay short, and some come to be long
+        return [
+            ask("a", random_prompt(520, 34), 50),
+            ask("b", random_prompt(521, 12), 30, 2),
+            ask("c", random_prompt(522, 88), 16, 18),
+            ask("d", random_prompt(523, 25), 24, 23),
+        ]
+    if setup == "offload-qwen-rebaked":  # that begin alike before and behind new weights, one of which is stored
+        asked = random_prompt(530, 37)
+        return [
+            ask("a", asked, 13),
+            ask("b", random_prompt(531, 9), 12),
+            ask("c", random_prompt(532, 25), 26, 13),
+            ask("d", asked + random_prompt(533, 8), 18, 15),
+            ask("e", asked[:33] + random_prompt(534, 5), 12, 22),
+        ]
     return []
 
 
@@ -486,6 +533,11 @@ def empty_prefix_cache(processor) -> None:
     processor.cache.evict_cached_blocks()
 
 
+def forget_kept() -> None:
+    """Have nothing found any more that is kept on the host: the weights that it was computed by are part of its key."""
+    KEPT.clear()
+
+
 def new_weights(at_step: int) -> None:
     """Have the model's weights replaced before a step is prepared, when nothing runs."""
     import torch
@@ -500,6 +552,7 @@ def new_weights(at_step: int) -> None:
                 for weights in models[-1].parameters():
                     weights += 0.02 * torch.randn(weights.shape, generator=drawn)
             empty_prefix_cache(processor)
+            forget_kept()
         return prepare(processor)
 
     def generation_step(processor, model) -> None:
@@ -1004,6 +1057,22 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "qwen-rows":
         batching = {"num_blocks": 70, "max_batch_tokens": 46}
         rows_are_brought()
+    if setup == "llama-rows":
+        batching = {"num_blocks": 72, "max_batch_tokens": 42}
+    if setup == "offload-qwen-layers":
+        batching |= {"num_blocks": 52, "max_batch_tokens": 38}
+        keeps_on_host({"a", "c"}, 0)
+    if setup == "offload-qwen-records":
+        batching |= {"num_blocks": 48, "max_batch_tokens": 36}
+        keeps_on_host({"b"}, 0)
+    if setup == "offload-buffers":
+        batching |= {"num_blocks": 14, "max_batch_tokens": 42}
+    if setup == "llama-stretched":
+        batching = {"num_blocks": 74, "max_batch_tokens": 38}
+    if setup == "offload-qwen-rebaked":
+        batching |= {"num_blocks": 44, "max_batch_tokens": 48}
+        keeps_on_host({"a"}, 0)
+        new_weights(13)
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
@@ -1013,6 +1082,8 @@ def generate(setup: str, folder: Path) -> None:
     sharp += ("qwen-recycled", "llama-capped")
     sharp += ("llama-sessions", "qwen-long-prefills", "offload-qwen-stores", "few-turned-away")
     sharp += ("llama-grows", "offload-hybrid-slots", "hybrid-padded", "offload-qwen-saves", "few-orphans", "qwen-rows")
+    sharp += ("llama-rows", "offload-qwen-layers", "offload-qwen-records", "offload-buffers")
+    sharp += ("llama-stretched", "offload-qwen-rebaked")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1
