@@ -208,6 +208,9 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
                 one.max_tokens = min(26 if "brim" in setup else 46, 256 - len(question["prompt_token_ids"]))
         if setup == "llama-recycles" and number == 0:  # the first one is there until the others are done
             sampling[0].max_tokens = 130
+        if setup == "qwen-forks":  # answers to the same prompt differ
+            for place, one in enumerate(sampling):
+                one.temperature, one.seed = 0.02, place
         if setup == "llama-cohorts":  # the first is done before the second, and so on
             for place, one in enumerate(sampling):
                 one.max_tokens = 9 + 8 * place

@@ -81,6 +81,12 @@ TELLING = (
     "llama-loads-replicas",
     "hybrid-frontiers",
     "llama-recomputes",
+    "llama-eagle-slots",
+    "recurrent-snapshots",
+    "qwen-forks",
+    "hybrid-loads-flags",
+    "llama-trash",
+    "sliding-budgets",
 )
 
 
@@ -1694,3 +1700,66 @@ def _llama_recomputes(ask: Asked) -> Batches:
         [ask.tokens(62), ask.shared + ask.tokens(5)],
         [ask.tokens(32), ask.tokens(165), ask.tokens(44)],
     ]
+
+
+@setup(
+    "llama-eagle-slots",
+    "llama",
+    {**EAGLE, "max_num_batched_tokens": 148, "num_gpu_blocks_override": 47, "max_num_seqs": 4},
+)
+def _llama_eagle_slots(ask: Asked) -> Batches:
+    """Prompts of one block to four that are answered together, with drafts behind them."""
+    return [
+        [ask.tokens(88), ask.tokens(40), ask.shared, ask.tokens(25)],
+        [ask.shared[:66] + ask.tokens(31), ask.tokens(54)],
+    ]
+
+
+@setup("recurrent-snapshots", "lfm2", {"max_num_batched_tokens": 92, "num_gpu_blocks_override": 40, "max_num_seqs": 3})
+def _recurrent_snapshots(ask: Asked) -> Batches:
+    """Prompts whose beginning comes again with other ends, when they have been answered."""
+    longer = [ask.shared + ask.tokens(15), ask.tokens(49)]
+    return [
+        longer,
+        [ask.shared[:66] + ask.tokens(20), ask.tokens(33)],
+        [longer[1][:33] + ask.tokens(24), ask.shared + ask.tokens(36)],
+    ]
+
+
+@setup("qwen-forks", "qwen", {"max_num_batched_tokens": 184, "num_gpu_blocks_override": 39, "max_num_seqs": 4})
+def _qwen_forks(ask: Asked) -> Batches:
+    """Prompts that are answered two or three times over, with other answers each time."""
+    first, second = ask.tokens(44), ask.shared + ask.tokens(11)
+    return [[first, first, ask.tokens(30)], [second, second, second, ask.tokens(51)]]
+
+
+@setup(
+    "hybrid-loads-flags",
+    "hybrid",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 176,
+        "num_gpu_blocks_override": 54,
+        "max_num_seqs": 3,
+    },
+)
+def _hybrid_loads_flags(ask: Asked) -> Batches:
+    """Prompts of two blocks and more that come again one after another, with other ends."""
+    longer = [ask.shared + ask.tokens(27), ask.tokens(105), ask.tokens(42)]
+    return [
+        longer,
+        [longer[0] + ask.tokens(8), ask.tokens(36)],
+        [longer[1][:99] + ask.tokens(12), longer[2] + ask.tokens(17)],
+    ]
+
+
+@setup("llama-trash", "llama", {"max_num_batched_tokens": 72, "num_gpu_blocks_override": 16, "max_num_seqs": 3})
+def _llama_trash(ask: Asked) -> Batches:
+    """Prompts of two chunks and of one, in few blocks."""
+    return [[ask.tokens(80), ask.tokens(39), ask.shared], [ask.shared + ask.tokens(9), ask.tokens(48)]]
+
+
+@setup("sliding-budgets", "sliding", {"max_num_batched_tokens": 60, "num_gpu_blocks_override": 42, "max_num_seqs": 3})
+def _sliding_budgets(ask: Asked) -> Batches:
+    """Prompts of one chunk to three, and such that grow long while they are answered."""
+    return [[ask.tokens(52), ask.tokens(130), ask.tokens(21)], [ask.shared + ask.tokens(40), ask.tokens(58)]]
