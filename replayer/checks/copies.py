@@ -300,7 +300,7 @@ LOADS: Final = {
 
 @register
 class LoadLandedLate(HistoryCheck):
-    """A load was taken for ended, its slots held what they held before, and later they hold what was loaded.
+    """A load was taken for ended, its slots held what they held before or a part of what was loaded, and later all of it.
 
     Between the two a forward of its request has run.
     """
@@ -322,14 +322,14 @@ class LoadLandedLate(HistoryCheck):
         known, runs = self.history.known, _runs(view)
         if not isinstance(known, CopyEvent) or not runs:
             return
-        group, src_tier, _, dst_tier, dst, there, here, before, _ = runs
+        group, src_tier, _, dst_tier, dst, there, here, _, _ = runs
         count = view.ints("copy_count")
         for i in np.flatnonzero(
             (src_tier == TIER_HOST) & (dst_tier == TIER_POOL) & (here != 0) & (there != 0)
         ).tolist():
             place = int(group[i]), int(dst[i])
             since = self._missing.pop(place, -1)
-            if here[i] != there[i] and here[i] == before[i]:
+            if here[i] != there[i]:
                 self._missing[place] = known.event
             elif here[i] == there[i] and since >= 0 and not count[i]:  # no load of its own
                 detail = "was loaded later than the engine took it for loaded"

@@ -377,4 +377,12 @@ ROUND_NOTES = (
             "Three were found clean, all of them what a layer computes with what it is given: values rounded by another scale, keys turned by other factors, and how much a kernel sums up."
         ),
     ),
+    (
+        "d15fdbfe",
+        (
+            "Chosen as those of the rounds before, in vLLM, SGLang and transformers, each in a setup of its own. None was wrong with 0.7 or more. Three were found clean, all of them what "
+            "layers compute: positions of the upper layers alone, rows of a table that a captured kernel reads by another stride, and angles that grow with a request. "
+            "`flags_of_the_last_load_say_that_this_one_has_landed` was recorded again since a load of which a part is late is looked at later, too."
+        ),
+    ),
 )

@@ -3,6 +3,7 @@
 from ..cluster import Cluster, Diagnosis, events_query, request_query, rule, slot_query
 from ..seen.observed import (
     at_the_edge,
+    goes_on_in_anothers,
     has_its_row,
     its_own_slot,
     lost_all,
@@ -20,7 +21,7 @@ from .allocation import named_twice, own_free
 @rule("stale table entry", branch="table")
 def req_to_token(cluster: Cluster) -> Diagnosis | None:
     """A block-table entry of a running request points to another slot, which was not given to it. (canary)"""
-    for other in cluster.head:
+    for other in cluster.head if goes_on_in_anothers(cluster) is None else ():
         stale, there = cluster.gave_up(other), cluster.enough(other) or lost_all(cluster, other)
         went = other.kind == "write_to_foreign_slot" and its_own_slot(cluster, other) is not None  # the row is right
         if other.kind in _FOREIGN and there and not went and (stale or not cluster.was_given(other)):

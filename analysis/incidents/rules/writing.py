@@ -5,6 +5,7 @@ from ..facts import Fact
 from ..seen.observed import (
     came_to_another,
     given_what_is_cached,
+    goes_on_in_anothers,
     its_own_slot,
     kept_nowhere,
     let_in_again,
@@ -101,6 +102,12 @@ def shared_page_written(cluster: Cluster) -> Diagnosis | None:
     """A token is computed into a page that others read: the last one of a prompt that is cached whole, or one that
     a draft model maps to the page. (V#9972, V#42971)
     """
+    both = goes_on_in_anothers(cluster)
+    if both is not None:
+        read, wrote = both
+        said = f"{wrote.reader} wrote {wrote.place} in {wrote.when}, behind {read.count} tokens of another request's page, which are its own tokens, too: "
+        said += f"it {wrote.detail}"
+        return cluster.diagnosis(0.92, said, wrote, *read.evidence, wrote.event, cause=wrote.event)
     for sign in cluster.head:
         empty = _joined_empty(cluster, sign)
         if empty is not None:

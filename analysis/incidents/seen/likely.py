@@ -26,6 +26,7 @@ from .observed import (
     given_at_once,
     given_to_two,
     given_what_is_cached,
+    goes_on_in_anothers,
     goes_on_inside,
     handed_round,
     has_its_row,
@@ -214,6 +215,8 @@ def _by_its_beginning(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("table", ("req_to_token", "slot_mapping"))
     if let_in_again(cluster, sign):
         return Likely("write", ("shared_page_written", "req_to_token"))
+    if goes_on_in_anothers(cluster) is not None:
+        return Likely("write", ("shared_page_written", "fork_copy_missing", "page_given_twice"))
     return None
 
 

@@ -476,6 +476,21 @@ def half_of_a_page(cluster: Cluster, sign: Sign) -> bool:
     return bool(sign.bits & POSITION) and sign.slot % page > 0 and min(of_page) == sign.slot
 
 
+def goes_on_in_anothers(cluster: Cluster) -> tuple[Sign, Sign] | None:
+    """Return where a request reads another one's slots that hold what its own would, and where it writes right behind them, if it does."""
+    wrong = {(sign.event, sign.request_id) for sign in cluster.head if sign.bits & CONTENT}
+    ends = {
+        (sign.event, sign.request_id, sign.group, sign.position + sign.count, sign.slot + sign.count): sign
+        for sign in cluster.head
+        if sign.kind == "read_of_foreign_slot" and (sign.event, sign.request_id) not in wrong
+    }
+    for sign in cluster.head:
+        read = ends.get((sign.event, sign.request_id, sign.group, sign.position, sign.slot))
+        if sign.kind == "write_to_foreign_slot" and read is not None:
+            return read, sign
+    return None
+
+
 def rest_of_a_lent_page(cluster: Cluster, sign: Sign) -> Fact | None:
     """Return who was given a page of which another request, that no allocation gave it, wrote the rest: it had joined the beginning.
 

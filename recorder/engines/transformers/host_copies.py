@@ -88,7 +88,8 @@ class HostCopies:
             missing = np.flatnonzero((here != load.there) & (here == load.before) & (here != 0))
             ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
             self._record("load-back", load.layout, (load.host_blocks, load.blocks), ends, load.name)
-            for at in missing[: MAX_LATE - len(self._late)].tolist():
+            wrong = np.flatnonzero((here != load.there) & (here != 0))  # or a part of it is missing
+            for at in wrong[: MAX_LATE - len(self._late)].tolist():
                 one = slice(at, at + 1)
                 parts = load.blocks[one], load.host_blocks[one], load.there[one], load.before[one]
                 self._late.append((LATE_STEPS, Load(load.name, load.layout, *parts)))

@@ -111,8 +111,9 @@ class HostCopies:
             ends = CopyEnds(load.there, here, load.before, self._landed_at(load, missing))
             self._record("load-back", load.pool, load.host, ends, to_host=False)
             room = MAX_LATE - sum(one.pool.size for _, one in self._late)
-            if missing.size and room > 0:
-                self._late.append((LATE_STEPS, Load(*(part[missing[:room]] for part in load))))
+            wrong = np.flatnonzero((here != load.there) & (here != 0) & (load.there != 0))  # or a part of it is missing
+            if wrong.size and room > 0:
+                self._late.append((LATE_STEPS, Load(*(part[wrong[:room]] for part in load))))
 
     def after_forward(self) -> None:
         """Record what has landed behind the forward that was to read it."""

@@ -245,8 +245,9 @@ class ConnectorCopies:
             same = np.flatnonzero((here == before) & (here != 0) & (here != there)).tolist()
             self._unchanged |= {(load.pages[i].group.index, load.pages[i].block) for i in same}
         self._note_right(load.pages, here)
-        for at in wrong[here[wrong] == before[wrong]].tolist() if isinstance(self._ends, HostEnds) else ():
-            one.landed[at] = self._search(one, at)
+        for at in wrong.tolist() if isinstance(self._ends, HostEnds) else ():
+            if here[at] == before[at]:
+                one.landed[at] = self._search(one, at)
             if len(self._late) < MAX_LATE:
                 self._late.append((LATE_STEPS, one, at))
         self._landed.append(one)
