@@ -204,6 +204,28 @@ def test_prefix_sharing_dedup_eviction_and_soft_resets(tmp_path: Path) -> None:
     assert_clean(tmp_path / "trace.arrow")
 
 
+def test_blocks_in_the_place_of_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that decodes gets another table, which is as long as the one that it had."""
+    step, given = continuous_api.ContinuousBatchProcessor._generation_step, list[int]()
+
+    def replacing(processor: Any, engine_model: Any) -> None:
+        (allocator,) = processor.cache.cache_allocators.values()
+        for future in processor.inputs_and_outputs.requests_in_batch if not given else ():
+            table = allocator.block_table[future.state.request_id]
+            given.extend(reversed(table) if future.query_length == 1 and len(table) % 2 == 0 else ())
+            table[:] = given or table
+        step(processor, engine_model)
+
+    monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "_generation_step", replacing)
+    with attach(tmp_path / "trace.arrow"):
+        generate(model("llama"), PROMPTS[:1])
+    told = [
+        event.ints("slot_start").tolist() for event in read_trace(tmp_path / "trace.arrow") if event.kind == "alloc"
+    ]
+    had, has = ([slot for slots in some for slot in slots] for some in (told[:2], told[2:4]))
+    assert given and sorted(has) == sorted(had)
+
+
 def test_each_batch_processor_has_its_own_trace(tmp_path: Path) -> None:
     subject = model("llama")
     with attach(tmp_path / "trace.arrow") as attachment:

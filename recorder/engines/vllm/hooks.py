@@ -26,7 +26,7 @@ _TORN: Final = "a trace may be torn at the engine's exit (kvcanary recover)"
 _WARM_UP: Final = "what the engine runs to warm up may be recorded as its first requests"
 _V1, _V2, _SCHEDULER = f"{RUNNER_V1}:GPUModelRunner", f"{RUNNER_V2}:GPUModelRunner", f"{SCHEDULER}:Scheduler"
 
-# Seen in 0.19.1 (without `shutdown`) to 0.32.0.
+# Seen in 0.19.1 (without `shutdown`) to 0.33.0.
 TARGETS: Final = (
     *(Target("runner", _NOTHING, (f"{runner}.initialize_kv_cache",), essential=True) for runner in (_V1, _V2)),
     *(Target("execute", _NOTHING, (f"{runner}.execute_model",), essential=True) for runner in (_V1, _V2)),
@@ -84,7 +84,7 @@ def hook_module(module: ModuleType, attachment: Any) -> None:
             attachment.notes.append(note)
             lacking |= target.essential
         if lacking:
-            logger.error("kvcanary: not recording: this vLLM is not one that the adapter knows (0.19 to 0.32)")
+            logger.error("kvcanary: not recording: this vLLM is not one that the adapter knows (0.19 to 0.33)")
             return
         for owner, name, hook in found:
             wrap_function(owner, name, getattr(attachment, hook), attachment.fault)

@@ -285,9 +285,10 @@ def test_a_load_that_took_the_pages_behind(copies: Copies, tmp_path: Path) -> No
     assert incidents == ["load_of_other_prefix"]
 
 
+@pytest.mark.parametrize("held", [EMPTY, OTHER], ids=["nothing", "a part"])
 @pytest.mark.parametrize("count", [0, PAGE], ids=["seen", "loaded anew"])
-def test_a_load_that_lands_late(copies: Copies, tmp_path: Path, count: int) -> None:
-    copies.copy(4, 12, (RIGHT, EMPTY, EMPTY), **LOAD)
+def test_a_load_that_lands_late(copies: Copies, tmp_path: Path, count: int, held: int) -> None:
+    copies.copy(4, 12, (RIGHT, held, EMPTY), **LOAD)
     copies.copy(4, 12, (RIGHT, RIGHT, EMPTY), count, **LOAD)
     findings, incidents = copies.found(tmp_path / "r")
     assert (("load_landed_late", "", 12) in findings) == (not count)

@@ -1,6 +1,7 @@
 """What tells mechanisms apart, asked of signs alone."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 from kvcanary.analysis.incidents.cluster import Cluster
 from kvcanary.analysis.incidents.facts import Begin, Facts
 from kvcanary.analysis.incidents.seen.observed import (
+    goes_on_in_anothers,
     handed_round,
     in_windows_alone,
     last_of_its_prompt,
     left_out_of_a_hit,
 )
-from kvcanary.analysis.incidents.sign import Sign
+from kvcanary.analysis.incidents.sign import TOKEN, Sign
 from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
 
 
@@ -60,6 +62,18 @@ def test_what_a_hit_has_left_out_of_its_window(position: int, slot: int, event: 
     sign = sign_of(position, slot, "read_after_free")
     cluster = cluster_of(sign, Begin(event=event, forward=event, prefix_len=64, extend_len=33))
     assert left_out_of_a_hit(cluster, sign) == found
+
+
+@pytest.mark.parametrize(
+    ("slot", "wrong", "found"),
+    [(36, 0, True), (37, 0, False), (36, TOKEN, False)],
+    ids=["right behind", "elsewhere", "other tokens"],
+)
+def test_who_goes_on_in_anothers_page_that_holds_its_own_tokens(slot: int, wrong: int, found: bool) -> None:
+    read = replace(sign_of(32, 32, "read_of_foreign_slot"), count=4)
+    wrote, content = sign_of(36, slot, "write_to_foreign_slot"), replace(sign_of(32, 32, ""), bits=wrong)
+    cluster = Cluster(signs=[read, wrote, content], kinds=Counter(), reasons=Counter(), facts=Facts())
+    assert goes_on_in_anothers(cluster) == ((read, wrote) if found else None)
 
 
 @pytest.mark.parametrize(
