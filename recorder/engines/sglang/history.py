@@ -60,6 +60,7 @@ class GroupHistory:
         self._free: list[Int64Array] = []  # pages that are free where the engine flushes its cache, or is idle
         self._nobodys: BoolArray = np.zeros(num_slots, np.bool_)  # slots that are known to be nobody's
         self._calls: OutermostCalls | None = None
+        self._put_off = False  # whether a free was, in this step
         self._ending = False  # whether what was put off is being freed
         # Slots of frees that were put off, and of those that have come to an end.
         self._asked: list[Int64Array] = []
@@ -107,19 +108,22 @@ class GroupHistory:
             self._with_slots(self._at_last, freed, scale)
         elif not self._inside and len(freed):
             put_off = getattr(self.allocator, "free_group", None) is not None
+            self._put_off |= put_off
             self._with_slots(self._freed, freed, scale, "evict" if self.evicting else "free", "", put_off)
         return self._count_call()
 
     def _on_end(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Have what was put off looked at when it is freed: it was recorded when it was asked for."""
-        self._ending = not self._inside
+        put_off, self._put_off = self._put_off and not self._inside, False
         leave = self._count_call()
+        if not put_off:
+            return leave
+        self._ending = True
 
         def done(result: Any, error: BaseException | None) -> None:
-            ended, self._ending = self._ending, False
+            self._ending = False
             leave(result, error)
-            if ended:
-                self._with_slots(self._settle, [])
+            self._with_slots(self._settle, [])
 
         return done
 
