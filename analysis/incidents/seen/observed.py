@@ -477,8 +477,10 @@ def half_of_a_page(cluster: Cluster, sign: Sign) -> bool:
 
 
 def goes_on_in_anothers(cluster: Cluster) -> tuple[Sign, Sign] | None:
-    """Return where a request reads another one's slots that hold what its own would, and where it writes right behind them, if it does."""
-    wrong = {(sign.event, sign.request_id) for sign in cluster.head if sign.bits & CONTENT}
+    """Return where a request reads another one's slots, which were never its own and hold what its own would, and where it writes
+    right behind them, if it does.
+    """
+    wrong = {(sign.event, sign.request_id) for sign in cluster.head if sign.bits}
     ends = {
         (sign.event, sign.request_id, sign.group, sign.position + sign.count, sign.slot + sign.count): sign
         for sign in cluster.head
@@ -486,7 +488,7 @@ def goes_on_in_anothers(cluster: Cluster) -> tuple[Sign, Sign] | None:
     }
     for sign in cluster.head:
         read = ends.get((sign.event, sign.request_id, sign.group, sign.position, sign.slot))
-        if sign.kind == "write_to_foreign_slot" and read is not None:
+        if sign.kind == "write_to_foreign_slot" and read is not None and not cluster.was_given(read):
             return read, sign
     return None
 
