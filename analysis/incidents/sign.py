@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...kernels.constants import FailReason
+from ...replayer.report.findings import NO_ADAPTER
 
 CHAIN: Final = int(FailReason.VERIFY_CHAIN_HASH)
 POSITION: Final = int(FailReason.VERIFY_POSITION)
@@ -74,11 +75,7 @@ class Sign:
     def branch(self) -> str:
         """What went wrong where, as far as this sign alone says it, "" if it says nothing."""
         if self.kind:
-            return (
-                "content"
-                if self.cause in ("rotated", "partly", "no_adapter")
-                else _BRANCH_OF_FINDING.get(self.kind, "")
-            )
+            return "content" if self.cause in ("rotated", *NO_ADAPTER) else _BRANCH_OF_FINDING.get(self.kind, "")
         if self.bits & (WRITE_TOKEN | WRITE_POSITION):
             return "input"
         return "content" if self.bits & CONTENT else "write" if self.bits & KV_HASH else ""

@@ -31,7 +31,7 @@ from ..model.written import (
     forward_tokens,
     written_tokens,
 )
-from ..report.findings import Cause, Finding, counted, evidence, of_request
+from ..report.findings import NO_ADAPTER, Cause, Finding, counted, evidence, of_request
 from .check import Covered, HistoryCheck, register
 from .history import History
 
@@ -184,9 +184,9 @@ class TokenBytes(HistoryCheck):
     def _no_adapter(self, members: list[Difference]) -> str:
         """Return why what a forward computed otherwise of a request shows no other adapter and no other weights, "" if it may."""
         if any(one.partly for one in members):
-            return "partly"
+            return NO_ADAPTER[0]
         has_adapters = any(adapter for adapter, _ in self._identities)
-        return "no_adapter" if not has_adapters and any(one.among_right for one in members) else ""
+        return NO_ADAPTER[1] if not has_adapters and any(one.among_right for one in members) else ""
 
     def _same_weights(self, one: Difference, *streams: Repeats) -> bool:
         """Say whether other tokens show that weights and adapter were not replaced between the two places of what differs."""

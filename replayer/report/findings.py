@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,9 @@ OTHER_KINDS = {
     "model_bytes": "the first layer's K or V of a token is not what the model that was named (--model) gives for it",
     "ranks_disagree": "a tensor-parallel rank ran another forward than the rank it is compared with",
 }
+
+# Why bytes that a token did not have before show no other adapter and no other weights.
+NO_ADAPTER: Final = ("partly", "no_adapter")
 
 # Codes of `Finding.cause`: what tells findings of one kind apart. A kind that can have only one cause has no code.
 FINDING_CAUSES = {

@@ -12,7 +12,7 @@ from kvcanary.recorder.trace.schema import IDENTITY_KINDS, WRITTEN_VALUES
 from kvcanary.replayer.checks import CHECK_NAMES, CHECKS, FINDING_KINDS
 from kvcanary.replayer.checks.copies import LOADS
 from kvcanary.replayer.checks.recurrent import SAID
-from kvcanary.replayer.report.findings import FINDING_CAUSES
+from kvcanary.replayer.report.findings import FINDING_CAUSES, NO_ADAPTER
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ..support.engines.toy_engine import FAULTS, SHAPES, ToyEngine, record
@@ -124,7 +124,7 @@ def test_every_cause_is_known_and_documented() -> None:
         for code in re.findall(r'"(\w+)"', call)
     }
     used |= (
-        {f"other_{kind}" for kind in IDENTITY_KINDS} | set(SAID) | set(LOADS) | set(WRITTEN_VALUES)
+        {f"other_{kind}" for kind in IDENTITY_KINDS} | set(SAID) | set(LOADS) | set(WRITTEN_VALUES) | set(NO_ADAPTER)
     )  # what differs is the name of the code
     assert used == set(FINDING_CAUSES)
     page = (root / "docs" / "reference" / "replay.md").read_text()

@@ -1,14 +1,10 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
-from typing import Final
-
+from ....replayer.report.findings import NO_ADAPTER
 from ..cluster import Cluster, Diagnosis, rule, slot_query
 from ..seen.likely import POSSIBLE
 from ..seen.observed import may_be_damaged, still_empty, stored_nowhere
 from .allocation import written_again
-
-# Why a token's bytes that are other than before are no adapter's: of findings of `token_bytes`.
-_NO_ADAPTERS: Final = ("partly", "no_adapter")
 
 
 @rule("a KV write was lost", branch="write")
@@ -59,7 +55,7 @@ def computed_with_other_weights(cluster: Cluster) -> Diagnosis | None:
     others = any(one.kind != "token_bytes" for one in cluster.head)
     if damaged := may_be_damaged(cluster, sign):
         said += "; what the layers hand to the pool was not watched, and may have been damaged on its way"
-    score = 0.5 if others else POSSIBLE if damaged or sign.cause in _NO_ADAPTERS else 0.85
+    score = 0.5 if others else POSSIBLE if damaged or sign.cause in NO_ADAPTER else 0.85
     return cluster.diagnosis(score, said, sign, *sign.evidence, cause=sign.event)
 
 
@@ -74,9 +70,9 @@ def not_of_the_model(cluster: Cluster) -> Diagnosis | None:
         sign, certain = cluster.finding("token_bytes"), 0.85
         said = "{0.reader} has K that was rotated (RoPE) by another position than its own in {0.when}, or by other angles: it {0.detail}, "
         said += "and V is the token's"
-    if sign is None or (sign.kind == "token_bytes" and sign.cause not in ("rotated", *_NO_ADAPTERS)):
+    if sign is None or (sign.kind == "token_bytes" and sign.cause not in ("rotated", *NO_ADAPTER)):
         return None
-    if sign.cause in _NO_ADAPTERS:
+    if sign.cause in NO_ADAPTER:
         certain, said = 0.6, "{0.reader} was computed from something else than its tokens in {0.when}: it {0.detail}"
     others = any(one.kind not in ("model_bytes", "token_bytes") for one in cluster.head)
     if sign.kind == "token_bytes" and may_be_damaged(cluster, sign):

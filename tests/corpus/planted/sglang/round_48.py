@@ -97,7 +97,7 @@ def rows_that_pad_a_batch_store_nan_in_the_slot_that_pads_tiles(fired: Fired) ->
     "bad_values_written",
     "not_of_the_model",
     origin="Atlas",
-    late="what is rounded to 8 bits is within what equal tokens differ by",
+    late="not found: what is rounded to 8 bits is within what equal tokens differ by",
 )
 def first_tokens_are_stored_by_a_scale_they_are_not_read_by(fired: Fired) -> None:
     """Keys and values are kept with 8 bits, and by which scale is found out while the first tokens are computed. Until
@@ -181,7 +181,7 @@ def state_is_cleared_in_front_of_every_part_of_a_prompt(fired: Fired) -> None:
     "identity_not_in_key",
     "not_of_the_model",
     origin="mlxcel",
-    late="nobody tells by which factors a request turns its keys",
+    late="not found: nobody tells by which factors a request turns its keys",
 )
 def prefix_is_handed_to_who_turns_its_keys_by_other_factors(fired: Fired) -> None:
     """Places are turned by one of two lists of factors, and by which of them is told by how long a request's prompt is.
@@ -239,7 +239,7 @@ def prefix_is_handed_to_who_turns_its_keys_by_other_factors(fired: Fired) -> Non
     "llama-page2-captured",
     "attention_seq_len_wrong",
     origin="ik_llama.cpp",
-    late="how much a kernel sums up is seen by the kernel alone",
+    late="not found: how much a kernel sums up is seen by the kernel alone",
 )
 def captured_graph_sums_the_values_it_had_at_its_capture(fired: Fired) -> None:
     """A graph is run again as long as its nodes look alike, and how many keys and values there are is seen only in what

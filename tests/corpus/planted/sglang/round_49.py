@@ -40,7 +40,7 @@ def who_joins_without_a_state_goes_on_from_that_of_another(fired: Fired) -> None
     "position_off",
     "not_of_the_model",
     origin="flash-linear-attention",
-    late="the first layer's places are right, and so are those that are recorded",
+    late="not found: the first layer's places are right, and so are those that are recorded",
 )
 def first_layer_counts_the_token_before_the_others_have_it(fired: Fired) -> None:
     """How many tokens have been seen is one number for all layers, and each layer asks for it to know at which place it is.
@@ -157,7 +157,7 @@ def token_that_ended_the_answer_counts_as_cached(fired: Fired) -> None:
     "llama-page2-strides",
     "attention_table_overwritten",
     origin="vLLM",
-    late="by which stride a captured kernel goes through its rows is seen by the kernel alone",
+    late="not found: by which stride a captured kernel goes through its rows is seen by the kernel alone",
 )
 def captured_step_goes_through_the_rows_by_the_widest_stride(fired: Fired) -> None:
     """Where a batch's attention reads is laid out in one buffer, a row behind the other, as wide as the longest sequence of

@@ -200,7 +200,7 @@ def rest_of_the_buffer_is_saved_and_counts_as_tokens(fired: Fired) -> None:
     "huggingface/transformers#25104",
     "llama-stretched",
     "not_of_the_model",
-    late="a longer request may have other angles where nothing is wrong, too",
+    late="not found: a longer request may have other angles where nothing is wrong, too",
 )
 def base_of_the_angles_grows_and_the_keys_in_the_cache_stay(fired: Fired) -> None:
     """Past the length that a model was trained with, the base of its angles grows with the longest that is fed. Keys are

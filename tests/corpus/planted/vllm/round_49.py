@@ -11,7 +11,7 @@ from .marks import before_forward, parts_of, states_of, when_allocated
 def drafter_puts_all_sequences_in_the_first_ones_places(fired: Fired) -> None:
     """Where the drafter's cache is asked for a sequence's places, a literal 0 stands for the sequence. That is right while there
     is one. Of several, what is computed for the others goes to the first one's places, over what it has there; what is
-    behind its end is refused. The others read places of their own that nobody has written."""
+    behind its end is refused, and the others read places of their own that nobody has written."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     held = [0]  # blocks of the first sequence
@@ -202,7 +202,7 @@ TILE = 8  # tokens that a step is padded to, and that are computed together
 def padding_reads_where_it_has_written(fired: Fired) -> None:
     """A step is padded to whole tiles. Padding has one place in the cache, which it writes to and reads from. What attention makes
     of a row with nothing to attend to is not a number, and so are its keys and values behind the first layer: the next
-    padding reads them, and a token that is computed in the same tile comes out of attention as not a number, too. So are
+    padding reads them, and a token that is computed in the same tile comes out of attention as not a number, too, as are
     all keys and values that later layers write for it."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
