@@ -107,10 +107,15 @@ class GroupHistory:
         if self._ending:
             self._with_slots(self._at_last, freed, scale)
         elif not self._inside and len(freed):
-            put_off = getattr(self.allocator, "free_group", None) is not None
+            put_off = self._puts_off()
             self._put_off |= put_off
             self._with_slots(self._freed, freed, scale, "evict" if self.evicting else "free", "", put_off)
         return self._count_call()
+
+    def _puts_off(self) -> bool:
+        """Whether the allocator keeps what is given back until the end of its group."""
+        at_once = getattr(self.allocator, "is_not_in_free_group", None)  # versions that have a list all the time
+        return not at_once if isinstance(at_once, bool) else getattr(self.allocator, "free_group", None) is not None
 
     def _on_end(self, *_args: Any, **_kwargs: Any) -> Finish:
         """Have what was put off looked at when it is freed: it was recorded when it was asked for."""

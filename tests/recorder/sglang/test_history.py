@@ -140,6 +140,18 @@ def test_what_comes_back_is_told_where_the_engine_puts_off_what_changes_until_th
     assert [call[0] for call in told.calls[3:]] == ["free"]
 
 
+def test_of_an_allocator_that_has_a_list_all_the_time_nothing_is_kept_but_what_is_put_off() -> None:
+    told = Told()
+    allocator, kept = history(1, told)
+    slots = allocator.alloc(4)
+    write(kept, slots.numpy(), [4], [1], [7])
+    at_once: Any = allocator
+    for at_once.is_not_in_free_group, asked in ((True, 0), (False, 1)):
+        allocator.free_group = []
+        allocator.free(slots[:2])
+        assert len(kept._asked) == asked  # which would grow for ever
+
+
 def test_an_eviction_and_a_flush_have_their_names() -> None:
     told = Told()
     allocator, kept = history(4, told)
