@@ -192,7 +192,7 @@ class StatePool:
     hashed_bytes: Count = 0
     from_end: bool = False
     zeros: int = 0
-    part_bytes: tuple[Count, ...] = ()
+    part_bytes: Annotated[tuple[Count, ...], _PARTS] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -107,7 +107,7 @@ def act(folder: Path, traces: object, *, first_on_path: Path, **more: str) -> tu
 @pytest.mark.parametrize(
     ("trace", "code", "said"),
     [
-        ("kv_flip.arrow", 1, "kv\\_changed, confidence"),
+        ("kv_flip.arrow", 1, "kv\\_changed, confidence medium)"),
         ("gone.arrow", 2, "no such file"),
     ],
 )

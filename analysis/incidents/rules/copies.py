@@ -72,10 +72,8 @@ def _left_out(cluster: Cluster, sign: Sign) -> bool:
 @rule("read before its load landed", branch="transfer")
 def read_before_landed(cluster: Cluster) -> Diagnosis | None:
     """A load is taken for ended, its slots are read, and its bytes come later. (conformance)"""
-    sign, late = (
-        copy_finding(cluster, *NOTHING_LANDED, "loaded_wrong"),
-        cluster.finding("load_landed_late", anywhere=True),
-    )
+    sign = copy_finding(cluster, *NOTHING_LANDED, "loaded_wrong")
+    late = cluster.finding("load_landed_late", anywhere=True)
     if sign is None or late is None:
         return None
     return _diagnosis(cluster, sign, f"it landed before {late.when}, after its request had read it")
