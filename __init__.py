@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernels.ops.oracle.own import HashOracle, TokenOracle
     from .recorder.capture.block_use import BlockUse
     from .recorder.capture.device.recorder import DeviceRecorder
-    from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, TableRead, TruthTokens
+    from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, OutputRead, TableRead, TruthTokens
     from .recorder.capture.host_arrays import CopyEnds
     from .recorder.capture.kv_tensor import KvTensor
     from .recorder.capture.paged import PagedRecorder
@@ -57,6 +57,7 @@ EXPORTS: Final = {
     "KvTensor": "recorder.capture.kv_tensor",
     "ModelInfo": "recorder.trace.header",
     "Oracle": "recorder.trace.header",
+    "OutputRead": "recorder.capture.forward_input",
     "PagedRecorder": "recorder.capture.paged",
     "PoolGroup": "recorder.trace.header",
     "Privacy": "recorder.capture.privacy",
@@ -104,6 +105,7 @@ __all__ = [
     "KvTensor",
     "ModelInfo",
     "Oracle",
+    "OutputRead",
     "PagedRecorder",
     "PoolGroup",
     "Privacy",

@@ -24,7 +24,7 @@ _BRANCH_OF_FINDING: Final = {
     **dict.fromkeys(("foreign_slot_freed", "slot_leaked", "read_after_free", "read_of_foreign_slot"), "allocation"),
     **dict.fromkeys(("write_to_foreign_slot", "slot_written_twice", "padded_write"), "write"),
     **dict.fromkeys(("write_lost", "write_damaged", "layer_changed"), "write"),
-    **dict.fromkeys(("wrong_window", "attention_lens", "attention_slots"), "read"),
+    **dict.fromkeys(("wrong_window", "attention_lens", "attention_slots", "attention_output"), "read"),
     **dict.fromkeys(("freed_during_transfer", "transfer_not_held", "transfer_differs"), "transfer"),
     **dict.fromkeys(("transfer_source_damaged", "transfer_source_changed"), "transfer"),
     **dict.fromkeys(("copy_differs", "load_landed_late", "failed_load_read"), "transfer"),

@@ -8,7 +8,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.capture.changes import RowRuns, run_differences
 from ..trace.header import PoolGroup, TraceHeader
-from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
+from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, OUTPUT_COLUMNS
 from .forward_event import attention_columns
 from .forward_input import AttentionInput, CopiedForward, TableRead, check_length, check_read, window_positions
 from .host_arrays import own_int64, ragged_index, read_blocks, read_runs, saturated
@@ -79,6 +79,7 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
             check_length(name, len(counts), requests.size, "one for each new token")
             positions = ragged_index(forward.prefix_lens, forward.new_lens)
             _add_window(forward, header.groups[number], number, LooksBack(requests, positions, own_int64(counts)))
+    _add_outputs(forward, given, header, numbers)
     if not given.slots:
         return
     check_length("AttentionInput.slots", len(given.slots), len(header.groups), "one for each of the header's groups")
@@ -89,11 +90,46 @@ def add_attention(forward: CopiedForward, given: AttentionInput, header: TraceHe
         read = RowRuns(np.arange(bs, dtype=np.int64), own_int64(got.starts), own_int64(got.counts), slots)
         check_read(f"AttentionInput.slots[{number}]", read, bs)
         for found in _differing(forward, header.groups[number], number, read):
-            for name, values in attention_columns(np.full(found.rows.size, number, np.int64), found).items():
-                forward.attention[name] = np.concatenate((forward.attention.get(name, values[:0]), values))
+            _add_slots(forward, number, found)
     forward.attention_groups.update(group for group, read in enumerate(given.slots) if read is not None)
     if forward.attention_groups >= {g for g, group in enumerate(header.groups) if group.runner == forward.runner}:
         forward.attention_watched |= ATTENTION_SLOTS
+
+
+def _add_slots(forward: CopiedForward, group: int, found: RowRuns) -> None:
+    for name, values in attention_columns(np.full(found.rows.size, group, np.int64), found).items():
+        forward.attention[name] = np.concatenate((forward.attention.get(name, values[:0]), values))
+
+
+def _add_outputs(forward: CopiedForward, given: AttentionInput, header: TraceHeader, numbers: SlotNumbers) -> None:
+    """Add what outputs show to have been read where that is not what the tokens were to read."""
+    forward.outputs_watched += given.outputs_compared
+    bs, ends = forward.rows.size, forward.prefix_lens + forward.new_lens
+    for one in given.outputs:
+        if not 0 <= one.request < bs or header.groups[one.group].runner != forward.runner:
+            raise ValueError(
+                f"AttentionInput.outputs name request {one.request} and group {one.group}, not of this forward"
+            )
+        request, length = (np.array([n], np.int64) for n in (one.request, one.length))
+        if one.length < 0:
+            row = np.array([[one.group], [one.request], [one.position], [one.layer]], np.int64)
+            before = [forward.outputs.get(name, row[0][:0]) for name in OUTPUT_COLUMNS]
+            forward.outputs = {n: np.concatenate(both) for n, *both in zip(OUTPUT_COLUMNS, before, row, strict=True)}
+            continue
+        if one.slots is not None:
+            slots = saturated(numbers.of_group(one.group, own_int64(one.slots)))
+            _add_slots(forward, one.group, RowRuns(request, np.array([one.start], np.int64), length, slots))
+            continue
+        end = one.start + one.length
+        if end != one.position + 1:  # as if the request ended so much later or earlier
+            lens = forward.attention.get("attention_seq_lens", np.full(bs, -1, np.int64)).copy()
+            lens[one.request] = max(0, int(ends[one.request]) + end - one.position - 1)
+            forward.attention["attention_seq_lens"] = lens
+        told = zip(forward.windows.get("window_group", ()), forward.windows.get("window_request", ()), strict=True)
+        if (one.group, one.request) not in {*told}:
+            looks = np.array([max(one.position - one.start, 0)], np.int64)
+            position = np.array([one.position], np.int64)
+            _add_window(forward, header.groups[one.group], one.group, LooksBack(request, position, looks))
 
 
 class LooksBack(NamedTuple):

@@ -29,7 +29,9 @@ _INTS: Final = (
     *("input_ids", "positions", "sampled_tokens", "sampled_logprobs"),
 )
 _VALUES: Final = tuple(f"value_{name}" for name in ("request", "stream", "kind", "layer", "token", "rows"))
-_SCALARS: Final = ("runner", "mode", "attention_watched", "submitted_watched", "window_watched", "note")
+_SCALARS: Final = (
+    *("runner", "mode", "attention_watched", "submitted_watched", "window_watched", "outputs_watched", "note"),
+)
 
 
 def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]]) -> TraceEvent:
@@ -39,7 +41,7 @@ def forward_event(forward: CopiedForward, gathered: Mapping[int, list[ByteArray]
     """
     ints: dict[str, Int64Array] = {name: getattr(forward, name) for name in _INTS}
     ints |= forward.changes | forward.attention | forward.windows | forward.identity
-    ints |= forward.recurrent | forward.values
+    ints |= forward.recurrent | forward.values | forward.outputs
     if forward.out_cache_loc:
         ints["out_cache_loc"] = np.concatenate(forward.out_cache_loc)
     payload = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -77,6 +77,22 @@ def mode_by_lens(extend: Int64Array, prefix: Int64Array, prompt_lens: Int64Array
     return "mixed" if decoding.any() else "extend"
 
 
+class OutputRead(NamedTuple):
+    """What the output of one token shows: in a layer of `group` it read `length` positions of its request from `start` on.
+
+    `request` is a number in the batch, `position` the token's place. `length` is negative if the output is the mean of no run of
+    positions. `slots` `[length]` are where these positions lie if they are another request's, else None.
+    """
+
+    group: int
+    layer: int
+    request: int
+    position: int
+    start: int
+    length: int
+    slots: Int64Array | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInput:
     """What attention got in one forward, read where its kernels take it. Arrays as `ForwardInput` has them.
@@ -92,6 +108,8 @@ class AttentionInput:
             look, `[bs]`; negative where it was not observed. Of an engine whose `reads` do not say it.
         token_counts: by group, at how many positions before its own each token of this forward was seen to look, `[T]`;
             negative where it was not observed. Of an engine whose `reads` say the same of the first tokens alone.
+        outputs: tokens whose output shows that attention read something else than it ought to (`attention_output.reads_of`).
+        outputs_compared: of how many tokens the output was held against what they were to read, over layers.
     """
 
     seq_lens: Any | None = None
@@ -99,6 +117,8 @@ class AttentionInput:
     slots: tuple[TableRead | None, ...] = ()
     prefix_counts: Mapping[int, Any] = field(default_factory=dict)
     token_counts: Mapping[int, Any] = field(default_factory=dict)
+    outputs: Sequence[OutputRead] = ()
+    outputs_compared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +213,10 @@ class CopiedForward:
     attention_groups: set[int] = field(default_factory=set)  # groups of which the slots that attention gets were read
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
     window_watched: int = 0  # sliding groups whose reads were compared with their window
+    outputs: dict[str, Int64Array] = field(
+        default_factory=dict
+    )  # event columns: what attention gave, and nothing explains
+    outputs_watched: int = 0  # tokens, over layers, whose output was held against what they were to read
     recurrent: dict[str, Int64Array] = field(default_factory=dict)  # event columns
     # Of each of the runner's state pools what a device has found, `[3, bs]`: slots, hashes before and after.
     states: tuple[Int64Array, ...] = ()

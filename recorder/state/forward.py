@@ -50,6 +50,7 @@ class Forward:
     `out_cache_loc` holds one `[tokens] int64` per state table, `kv_bytes` one `[tokens, capture_bytes] uint8` per
     stream of the runner, `kv_submitted` the same of what the model handed to the cache, nothing if it is no other.
     `windows` `[n, 4] int64` are the reads that are not those of a sliding group's window: group, request, start, count.
+    `outputs` `[n, 4] int64` are tokens whose attention gave what nothing explains: group, request, position, layer.
     `recurrent` `[n, 7] int64` is what happened to slots of recurrent state, by the columns of `recurrent_*`.
     `values` `[n, 6] int64` are values that were written and that no model writes, by the columns of `value_*`.
     `identity` `[n, 4] int64` is what some tokens were computed with that is not their request's: a kind, a request, how many, a
@@ -77,6 +78,7 @@ class Forward:
     kv_submitted: tuple[ByteArray, ...] = ()
     attention: Attention | None = None
     windows: Int64Array | None = None
+    outputs: Int64Array | None = None
     recurrent: Int64Array | None = None
     values: Int64Array | None = None
     identity: Int64Array | None = None
@@ -135,10 +137,11 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
     sampled_lens, sampled_tokens = _ints_of_length(view, "sampled_lens", bs, or_none=True), view.ints("sampled_tokens")
     if not add_up(sampled_lens, len(sampled_tokens)):
         raise UnusableEventError(f"sampled_lens do not add up to the {len(sampled_tokens)} sampled tokens")
-    windows = columns(view, "window", ("group", "request", "start", "count"))
-    known = (windows[0] >= 0) & (windows[0] < len(header.groups)) & (windows[1] >= 0) & (windows[1] < bs)
-    if not known.all():
-        raise UnusableEventError("window_* name a group or a request that there is not")
+    places = {"window": ("group", "request", "start", "count"), "output": ("group", "request", "position", "layer")}
+    of_groups = {name: np.stack(columns(view, name, names), axis=1) for name, names in places.items()}
+    for name, found in of_groups.items():
+        if not ((found[:, :2] >= 0) & (found[:, :2] < (len(header.groups), bs))).all():
+            raise UnusableEventError(f"{name}_* name a group or a request that there is not")
     streams = [stream for _, stream in header.streams(runner)]
     submitted = streams if len(view.bytes("kv_submitted_bytes")) else []
     return Forward(
@@ -158,7 +161,8 @@ def read_forward(view: EventView, header: TraceHeader) -> Forward:
         positions=_ints_of_length(view, "positions", tokens),
         out_cache_loc=tuple(_ints_of_length(view, "out_cache_loc", tokens * tables).reshape(tables, tokens)),
         kv_bytes=stream_bytes(view, "kv_bytes", streams, tokens),
-        windows=np.stack(windows, axis=1),
+        windows=of_groups["window"],
+        outputs=of_groups["output"],
         kv_submitted=stream_bytes(view, "kv_submitted_bytes", submitted, tokens) if submitted else (),
         attention=_attention(view, header, bs),
         recurrent=_recurrent(view, header, bs) if header.states else None,

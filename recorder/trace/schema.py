@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import pyarrow as pa
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 14
+FORMAT_MINOR: Final = 15
 
 HEADER_KEY: Final = b"kvcanary.header"
 HEADER_CRC_KEY: Final = b"kvcanary.header_crc32c"
@@ -58,6 +58,7 @@ SCALARS: Final[dict[str, tuple[pa.DataType, int | str]]] = {
     "attention_watched": (pa.int64(), 0),
     "submitted_watched": (pa.int64(), 0),
     "window_watched": (pa.int64(), 0),
+    "outputs_watched": (pa.int64(), 0),
 }
 
 # int64 list columns, in groups that share their lengths.
@@ -92,6 +93,9 @@ _INT_LIST_GROUPS: Final = {
     "the positions that a forward reads of a request's prefix, if they are not those of the group's window": (
         "window_group window_request window_start window_count"
     ),
+    "tokens whose attention gave what is the mean of no run of positions' values": (
+        "output_group output_request output_position output_layer"
+    ),
     "what a request's KV depends on beside its tokens, see IDENTITY_KINDS": (
         "identity_kind identity_start identity_count identity_hash"
     ),
@@ -103,6 +107,8 @@ _INT_LIST_GROUPS: Final = {
     ),
 }
 INT_LISTS: Final = tuple(name for names in _INT_LIST_GROUPS.values() for name in names.split())
+
+OUTPUT_COLUMNS: Final = tuple(name for name in INT_LISTS if name.startswith("output_"))
 
 # Those by which any event may change a table.
 TABLE_CHANGES: Final = tuple(
@@ -127,6 +133,7 @@ ADDED: Final[dict[str, int]] = {
     **dict.fromkeys(("copy_src_hash", "copy_dst_hash", "copy_before_hash", "copy_landed"), 6),
     **dict.fromkeys((name for name in INT_LISTS if name.startswith("value_")), 6),
     "sampled_logprobs": 7,
+    **dict.fromkeys(("outputs_watched", *OUTPUT_COLUMNS), 15),
 }
 
 # `attention_watched` of a forward, or-ed: what was read where the attention kernels take it.

@@ -27,6 +27,7 @@ _ORDER: Final = (
     *(
         "attention_lens",
         "attention_slots",
+        "attention_output",
         "identity",
         "computed_otherwise",
         "state_differs",

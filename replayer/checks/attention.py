@@ -39,6 +39,29 @@ class WrongWindow(HistoryCheck):
 
 
 @register
+class AttentionOutput(HistoryCheck):
+    """What attention gave for a token is the mean of the values of no run of positions, of its request or another of the batch.
+
+    Its query, and the keys and values in the slots that it is to read, are as the engine has them; which positions the kernel
+    read, and by which weights, shows in its output alone. Where a run of positions explains the output, that is another finding:
+    `wrong_window`, `attention_lens`, or `attention_slots`.
+    """
+
+    kind = "attention_output"
+    finds = "what attention gave for a token is the mean of no run of positions that it could have read"
+    covered = Covered.COMPILED  # which stops in front of a forward that has such an output
+
+    def forward(self, view: ForwardView) -> Iterator[Finding]:
+        forward = view.forward
+        outputs = np.empty((0, 4), np.int64) if forward.outputs is None else forward.outputs
+        for request in np.unique(outputs[:, 1]).tolist():
+            mine = outputs[outputs[:, 1] == request]
+            group, _, position, layer = mine[0].tolist()
+            detail = f"attention of layer {layer} gave for the token at position {position} what is no mean of what stands there and before it"
+            yield self.of_request(forward, request, detail, count=len(mine), group=group, position=position)
+
+
+@register
 class AttentionLens(HistoryCheck):
     """Attention reads more or less than a request has, or computes other query tokens than the forward adds.
 

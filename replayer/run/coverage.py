@@ -31,12 +31,15 @@ from ..checks import CHECK_NAMES
 # What is counted of each runner's forwards with requests: all; those in which the recorder read the prefix bytes again;
 # in which it saw what the model handed to the cache, for every stream; in which it saw the lengths, and the slots, that
 # attention got; that came with truth tokens; their tokens; of these the unknown; those in which it saw which positions
-# every sliding group read; that were seen to end, the model not raising.
+# every sliding group read; that were seen to end, the model not raising; in which what came out of attention was held
+# against what its tokens were to read.
 FIGURES: Final = (
     *("forwards", "bytes_watched", "submitted", "attention_lens", "attention_slots", "with_truth", "tokens", "unknown"),
-    *("windows", "ended"),
+    *("windows", "ended", "outputs"),
 )
-_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS, _ENDED = range(len(FIGURES))
+_FORWARDS, _BYTES, _SUBMITTED, _LENS, _SLOTS, _TRUTH, _TOKENS, _UNKNOWN, _WINDOWS, _ENDED, _OUTPUTS = range(
+    len(FIGURES)
+)
 
 # What is counted of a comparison with a model, beside the reasons why values were not compared.
 COMPARED: Final = "compared"
@@ -67,6 +70,7 @@ _NAMED: Final = frozenset(
         "submitted",
         "attention",
         "window",
+        "outputs",
         "truth",
         "columns",
     }
@@ -145,6 +149,7 @@ def count_forwards(figures: Int64Array, batch: TraceBatch, rows: Int64Array, hea
         np.diff(unknown[batch.offsets("input_ids")])[rows],
         (sliding > 0) & (batch.scalar_ints("window_watched")[rows] >= sliding),
         ~batch.failed[rows],
+        batch.scalar_ints("outputs_watched")[rows] > 0,
     )
     counted = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
     np.add.at(figures, runners, counted)
@@ -250,6 +255,8 @@ def coverage(
         if _sliding(header, index):
             reason = "the engine shows a block table, and not what attention reads of it"
             rows.append(_of_forwards("window", name, counted, _WINDOWS, "which positions sliding layers read", reason))
+        reason = "this adapter does not look at it, or not on a device"
+        rows.append(_of_forwards("outputs", name, counted, _OUTPUTS, "what came out of attention", reason))
         reason = "no truth tokens recorded" if header.truth_table is None or not header.capture.truth_tokens else ""
         rows.append(_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason))
         words, columns = f"{', '.join(runner.derived)} (derived)" if runner.derived else "", len(INT_LISTS)

@@ -294,7 +294,12 @@ def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
     """
     sign = cluster.finding("wrong_window")
     if sign is None:
-        return _got_of_ring(cluster) or _got_beside_the_table(cluster) or _shifted(cluster)
+        return (
+            _got_of_ring(cluster)
+            or _got_beside_the_table(cluster)
+            or _shifted(cluster)
+            or _by_output(cluster, sliding=True)
+        )
     said = f"in {sign.when} {sign.reader} {sign.detail}"
     return cluster.diagnosis(0.95, said, sign, queries=(events_query(sign.evidence),), cause=sign.event)
 
@@ -317,6 +322,15 @@ def _got_beside_the_table(cluster: Cluster) -> Diagnosis | None:
     score = 0.9 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
     said = f"in {sign.when} layers with a window got another slot than those without, of one table, at position {sign.position} of {sign.reader}: "
     return cluster.diagnosis(score, said + sign.detail, sign, queries=(events_query(sign.evidence),), cause=sign.event)
+
+
+def _by_output(cluster: Cluster, *, sliding: bool) -> Diagnosis | None:
+    """What attention gave, and no run of positions explains: of layers with a window the window, of others the table is likelier."""
+    sign = cluster.finding("attention_output")
+    if sign is None or sliding != (cluster.window(sign) > 0):
+        return None
+    said = f"in {sign.when} attention read something else than the slots of {sign.reader}: {sign.detail}"
+    return cluster.diagnosis(0.6, said, sign, queries=(events_query(sign.evidence),), cause=sign.event)
 
 
 def _shifted(cluster: Cluster) -> Diagnosis | None:
@@ -349,7 +363,9 @@ def _shifted(cluster: Cluster) -> Diagnosis | None:
 def attention_table_overwritten(cluster: Cluster) -> Diagnosis | None:
     """The attention backend's copy of the block table is overwritten in flight. (TensorRT-LLM#15546)"""
     sign = cluster.finding("attention_slots")
-    if sign is None or cluster.in_ring(sign) or in_windows_alone(cluster, sign):
+    if sign is None:
+        return _by_output(cluster, sliding=False)
+    if cluster.in_ring(sign) or in_windows_alone(cluster, sign):
         return None
     score = 0.96 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
     said = f"in {sign.when} attention was given a slot that is not the block table's, at position {sign.position} of "

@@ -173,6 +173,8 @@ class SglangAttachment(EngineAttachment):
             self._wrap(recording.states.asked, ASKED, recording.states.on_asked)
         for owner, name, hook in recording.windows.hooks() if recording.windows is not None else ():
             self._wrap(owner, name, hook)
+        for owner, name, hook in recording.outputs.hooks() if recording.outputs is not None else ():
+            self._wrap(owner, name, hook)
         for pool, hook in recording.submitted.hooks() if recording.submitted is not None else ():
             self._wrap(pool, "set_kv_buffer", hook, "submitted")
         for name, hook in recording.adapters.hooks().items():

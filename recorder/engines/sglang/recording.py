@@ -24,6 +24,7 @@ from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
 from .opening import open_recorder, without_unseen
+from .outputs import AttentionOutputs, with_outputs
 from .recurrent import StateHooks
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .submitted import SubmittedKv
@@ -68,6 +69,7 @@ class SglangRecording:
         in_layers = not on_device and layers.watches(id(self.target))
         self.submitted = SubmittedKv(self.layout) if in_layers else None
         self.windows = WindowReads(model_runners, self.layout) if in_layers else None
+        self.outputs = AttentionOutputs(model_runners, self.layout) if in_layers else None
         states = inside.watches(self.target) if on_device else in_layers
         header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched))
         header = without_unseen(
@@ -216,6 +218,7 @@ class SglangRecording:
         def look() -> None:
             attention = attention_input(model_runner, batch, mode_of(forward_mode), layout, self.layout)
             attention = with_windows(attention, {} if self.windows is None else self.windows.take())
+            attention = with_outputs(attention, self.outputs)
             if attention is not None:
                 recorder.attention(attention)
 
@@ -226,6 +229,7 @@ class SglangRecording:
 
         if self.windows is not None:
             self.windows.take()  # what a forward that failed has left
+        with_outputs(None, self.outputs)
         look()
         return finish
 

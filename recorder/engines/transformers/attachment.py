@@ -104,10 +104,9 @@ class TransformersAttachment(EngineAttachment):
     def _watched(self, functions: Any, kind: str, own: Any) -> Any:
         import torch
 
-        def on_attention(*args: Any, **kwargs: Any) -> None:
+        def on_attention(*args: Any, **kwargs: Any) -> Finish | None:
             recording = self._recordings.get(kwargs["cache"])
-            if recording is not None:
-                recording.on_attention(kind, *args, **kwargs)
+            return None if recording is None else recording.on_attention(kind, *args, **kwargs)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             original = own or type(functions)._global_mapping[kind]  # somebody may have put another one there since

@@ -54,12 +54,18 @@ class Masks:
         layouts = [] if io.use_block_table else self._layouts  # which a kernel walks that gets no mask
         self._keys = {layout.index: _step_keys(layout, io, prefix, extend) for layout in layouts}
 
+    def keys_of(self, layer: int) -> tuple[TransformersGroup, StepKeys] | None:
+        """Return a layer's group and where the step's tokens find their keys, None if that is not known."""
+        layout = self._groups.get(layer)
+        keys = None if layout is None else self._keys.get(layout.index)
+        return None if layout is None or keys is None else (layout, keys)
+
     def on_attention(self, kind: str, module: Any, mask: Any, is_causal: bool | None) -> None:
         """Look at the `mask` that a layer's attention gets, `[1, 1, at least T, keys]`, or at none."""
-        layout = self._groups.get(getattr(module, "layer_idx", _UNKNOWN))
-        keys = None if layout is None else self._keys.get(layout.index)
-        if layout is None or keys is None:
+        found = self.keys_of(getattr(module, "layer_idx", _UNKNOWN))
+        if found is None:
             return
+        layout, keys = found
         causal = kind != _EAGER and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         which = (layout.index, causal) if mask is None else (layout.index, mask.data_ptr(), *mask.shape)
         if which in self._looked:

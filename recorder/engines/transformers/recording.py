@@ -31,6 +31,7 @@ from .layout import (
     written_slots,
 )
 from .masks import Masks
+from .outputs import OutputCalls
 from .returned import ReturnedRows
 from .weights import Weights
 
@@ -108,6 +109,7 @@ class TransformersRecording:
         looks = submitted and not processor.use_async_batching
         self._returned = ReturnedRows(self._layouts if looks else (), header, sources)
         self._masks = Masks(self._layouts)
+        self._outputs = OutputCalls(self._masks.keys_of)
         self._lens = AttentionInput()  # of the step, by its `cu_seq_lens`
         self._indexed: tuple[TableRead | None, ...] = ()  # of each group, what the step's indices have attention read
         self._reason = "finish"  # of blocks that are freed now
@@ -193,6 +195,7 @@ class TransformersRecording:
         )
         self._returned.begin(rows, written)
         self._masks.begin(io, prefix, extend)
+        self._outputs.take()
         self._lens = attention_lens(self._layouts, io, prefix, extend)
         self.recorder.before_forward(
             ForwardInput(
@@ -230,7 +233,8 @@ class TransformersRecording:
         }
         self._submitted.clear()
         slots = tuple(self._returned.seen(group, indexed) for group, indexed in enumerate(self._indexed))
-        seen = AttentionInput(slots=slots, token_counts=self._masks.counts)
+        outputs, compared = self._outputs.take()
+        seen = AttentionInput(slots=slots, token_counts=self._masks.counts, outputs=outputs, outputs_compared=compared)
         if self._masks.off.any():  # a token sees other keys than its request has for it, beside those before a window
             lens = np.maximum(own_int64(self._lens.seq_lens) + self._masks.off, 0)
             seen = dataclasses.replace(seen, seq_lens=lens, query_lens=self._lens.query_lens)
@@ -273,14 +277,24 @@ class TransformersRecording:
                 self._submitted[key] = rows
             if sampled is not None:
                 self._submitted.setdefault(sampled, {})[layer_idx] = rows
-        return self._returned.on_update(layer_idx, (key_states, value_states))
+        look = self._returned.on_update(layer_idx, (key_states, value_states))
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            if error is None:
+                self._outputs.on_given(layer_idx, result)
+            if look is not None:
+                look(result, error)
+
+        return finish
 
     def on_attention(
-        self, kind: str, module: Any, _query: Any, _key: Any, _value: Any, attention_mask: Any, *_: Any, **kwargs: Any
-    ) -> None:
-        """See what a layer's attention is let look at in the step that runs."""
-        if self.in_step:
-            self._masks.on_attention(kind, module, attention_mask, kwargs.get("is_causal"))
+        self, kind: str, module: Any, query: Any, _key: Any, _value: Any, attention_mask: Any, *_: Any, **kwargs: Any
+    ) -> Finish | None:
+        """See what a layer's attention is let look at in the step that runs, and what it gives."""
+        if not self.in_step:
+            return None
+        self._masks.on_attention(kind, module, attention_mask, kwargs.get("is_causal"))
+        return self._outputs.on_attention(module, query, kwargs)
 
     def _known(self, state: Any, parent: TransformersRequest | None = None, name: str = "") -> TransformersRequest:
         request, new = self._requests.see(name or state.request_id)

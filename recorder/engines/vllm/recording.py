@@ -32,6 +32,7 @@ from .drafts.on_device import begin_on_device
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
 from .not_watched import not_watched, why_no_slots
+from .outputs import OutputCalls, chosen_outputs
 from .results import StepResults, is_read
 from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of, tokens_of
 from .submitted import Submitted, of_tokens
@@ -63,6 +64,7 @@ class VllmRecording:
             layout.keeps_elsewhere(*(storage.num_pages for storage in storages))
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
         self.windows = WindowCalls(layout.groups)
+        self.outputs = OutputCalls(layout.groups, runner.vllm_config.compilation_config.static_forward_context)
         layout.not_watched += not_watched(runner, layout, self.attention, members)
         no_history = why_no_slots(layout, scheduler, settings)
         if no_history:
@@ -137,6 +139,7 @@ class VllmRecording:
         self.layout.kv.attach(on_fault)
         self.layout.states.attach(self.recorder, on_fault)
         self.windows.attach(on_fault)
+        self.outputs.attach(on_fault)
         if self.history is not None:
             self.history.attach(lambda hook: while_true(lambda: self.history is not None, hook), history_fault)
         self.external.attach(on_fault)
@@ -321,6 +324,7 @@ class VllmRecording:
         self._now, self._first, self._later = step, forwards[0][2], forwards[1:]
         self._open = True
         self.windows.begin(step)
+        self.outputs.begin(step)
         self._begin(forwards[0], step.attention)
 
     def _begin(self, forward: StepForward, attention: Sequence[AttentionInput]) -> None:
@@ -378,11 +382,15 @@ class VllmRecording:
             given = self.layout.kv.take_submitted(dict(enumerate(step.written)))
         counts = {} if step is None else self.windows.counts(step.prefix)
         self.windows.begin(None)
+        found, compared = self.outputs.take()
+        self.outputs.begin(None)
         for forward, chosen in ((None, self._first), *((forward, forward[2]) for forward in self._later)):
             if forward is not None:
                 self._begin(forward, attention)
             if counts:
                 self.recorder.attention(chosen_counts(counts, chosen))
+            if compared:
+                self.recorder.attention(chosen_outputs(found, compared if forward is None else 0, chosen))
             self._end(step, chosen, given, note, error)
         self._now, self._later = None, []
         if self.layout.draft is None:

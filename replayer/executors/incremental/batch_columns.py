@@ -43,6 +43,7 @@ _UNUSUAL_LISTS: Final = (
     *ATTENTION_RUNS,
     "attention_slots",
     "window_group",
+    "output_group",
     "value_request",
 )
 
