@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from .kernels.ops.oracle.own import HashOracle, TokenOracle
     from .recorder.capture.block_use import BlockUse
     from .recorder.capture.device.recorder import DeviceRecorder
-    from .recorder.capture.forward_input import AttentionInput, BlockTable, ForwardInput, OutputRead, TableRead, TruthTokens
+    from .recorder.capture.forward_input import (
+        AttentionInput,
+        BlockTable,
+        ForwardInput,
+        OutputRead,
+        TableRead,
+        TruthTokens,
+    )
     from .recorder.capture.host_arrays import CopyEnds
     from .recorder.capture.kv_tensor import KvTensor
     from .recorder.capture.paged import PagedRecorder

@@ -10,7 +10,15 @@ from ...kernels.capture.changes import RowRuns, run_differences
 from ..trace.header import PoolGroup, TraceHeader
 from ..trace.schema import ATTENTION_LENS, ATTENTION_SLOTS, OUTPUT_COLUMNS
 from .forward_event import attention_columns
-from .forward_input import AttentionInput, CopiedForward, TableRead, check_length, check_read, window_positions
+from .forward_input import (
+    AttentionInput,
+    CopiedForward,
+    OutputRead,
+    TableRead,
+    check_length,
+    check_read,
+    window_positions,
+)
 from .host_arrays import own_int64, ragged_index, read_blocks, read_runs, saturated
 from .slot_numbers import SlotNumbers
 
@@ -102,34 +110,44 @@ def _add_slots(forward: CopiedForward, group: int, found: RowRuns) -> None:
 
 
 def _add_outputs(forward: CopiedForward, given: AttentionInput, header: TraceHeader, numbers: SlotNumbers) -> None:
-    """Add what outputs show to have been read where that is not what the tokens were to read."""
+    """Add what outputs show to have been read otherwise than it was to be, once for each request and group.
+
+    What else was seen of what attention reads stands before it, and a read that is explained before one that is not.
+    """
     forward.outputs_watched += given.outputs_compared
     bs, ends = forward.rows.size, forward.prefix_lens + forward.new_lens
-    for one in given.outputs:
-        if not 0 <= one.request < bs or header.groups[one.group].runner != forward.runner:
+    lens = forward.attention.get("attention_seq_lens", np.full(bs, -1, np.int64))
+    off = np.flatnonzero((lens >= 0) & (lens != ends)).tolist()
+    told = {(group, r) for r in off for group in range(len(header.groups))}
+    told |= {*zip(*(forward.windows.get(f"window_{name}", ()) for name in ("group", "request")), strict=True)}
+    for one in sorted(given.outputs, key=lambda one: one.length < 0):
+        known = 0 <= one.request < bs and 0 <= one.group < len(header.groups)
+        if not known or header.groups[one.group].runner != forward.runner:
             raise ValueError(
                 f"AttentionInput.outputs name request {one.request} and group {one.group}, not of this forward"
             )
-        request, length = (np.array([n], np.int64) for n in (one.request, one.length))
-        if one.length < 0:
-            row = np.array([[one.group], [one.request], [one.position], [one.layer]], np.int64)
-            before = [forward.outputs.get(name, row[0][:0]) for name in OUTPUT_COLUMNS]
-            forward.outputs = {n: np.concatenate(both) for n, *both in zip(OUTPUT_COLUMNS, before, row, strict=True)}
-            continue
-        if one.slots is not None:
-            slots = saturated(numbers.of_group(one.group, own_int64(one.slots)))
-            _add_slots(forward, one.group, RowRuns(request, np.array([one.start], np.int64), length, slots))
-            continue
-        end = one.start + one.length
-        if end != one.position + 1:  # as if the request ended so much later or earlier
-            lens = forward.attention.get("attention_seq_lens", np.full(bs, -1, np.int64)).copy()
-            lens[one.request] = max(0, int(ends[one.request]) + end - one.position - 1)
-            forward.attention["attention_seq_lens"] = lens
-        told = zip(forward.windows.get("window_group", ()), forward.windows.get("window_request", ()), strict=True)
-        if (one.group, one.request) not in {*told}:
-            looks = np.array([max(one.position - one.start, 0)], np.int64)
-            position = np.array([one.position], np.int64)
-            _add_window(forward, header.groups[one.group], one.group, LooksBack(request, position, looks))
+        if (one.group, one.request) not in told:
+            told.add((one.group, one.request))
+            _add_output(forward, one, header.groups[one.group], numbers)
+
+
+def _add_output(forward: CopiedForward, one: OutputRead, group: PoolGroup, numbers: SlotNumbers) -> None:
+    request, position, start, length = (np.array([n], np.int64) for n in one[2:6])
+    if one.length < 0:
+        for name, value in zip(OUTPUT_COLUMNS, (one.group, one.request, one.position, one.layer), strict=True):
+            forward.outputs[name] = np.append(forward.outputs.get(name, request[:0]), value)
+    elif one.slots is not None:
+        slots = saturated(numbers.of_group(one.group, own_int64(one.slots)))
+        _add_slots(forward, one.group, RowRuns(request, start, length, slots))
+    else:
+        later = one.start + one.length - one.position - 1
+        if later:  # as if the request ended so much later or earlier
+            end = forward.prefix_lens + forward.new_lens + later
+            lens = forward.attention.get("attention_seq_lens", np.full_like(end, -1))
+            forward.attention["attention_seq_lens"] = np.where(
+                np.arange(end.size) == one.request, np.maximum(end, 0), lens
+            )
+        _add_window(forward, group, one.group, LooksBack(request, position, np.maximum(position - start, 0)))
 
 
 class LooksBack(NamedTuple):

@@ -452,7 +452,13 @@ def generate(setup: str, folder: Path) -> None:
         os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
     if "uneven" in setup:
         tell_layers_apart()
-    if setup in ("recurrent-ends", "recurrent-few-slots", "recurrent-ubatches", "recurrent-joined"):
+    if setup in (
+        "recurrent-ends",
+        "recurrent-few-slots",
+        "recurrent-ubatches",
+        "recurrent-joined",
+        "recurrent-remapped",
+    ):
         enlarge_states()
     if setup in TELLING:
         let_attention_be_seen()
@@ -549,6 +555,8 @@ def generate(setup: str, folder: Path) -> None:
             engine.end_weight_update()
             assert done, said
             engine.loop.run_until_complete(engine.tokenizer_manager.clear_hicache_storage())
+        if number and setup == "qwen3-page8-slept":
+            assert engine.flush_cache().success
         if number and setup == "llama-weights":
             import torch
 
@@ -592,6 +600,9 @@ def generate(setup: str, folder: Path) -> None:
             salts["lora_path"] = [("first", None, "second", "second")[i % 4] for i in range(len(batch))]
         if setup == "llama-lora-page4-apart":
             salts["lora_path"] = [("first", "second", None, "first")[(i + number) % 4] for i in range(len(batch))]
+        if setup == "llama-lora-page8-beside":  # beside each adapter there are requests of the base model
+            base = (("first", None, "second", None), (None, "second", "first", None))[number]
+            salts["lora_path"] = [base[i % 4] for i in range(len(batch))]
         if setup == "llama-host-storage":  # another tenant goes on behind what the first one has asked
             salts["cache_salt"] = [f"tenant {number // 4}"] * len(batch)
         if setup == "llama-salts":

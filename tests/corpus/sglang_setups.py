@@ -607,6 +607,41 @@ def _llama_page2_strides(ask: Asked) -> None:
     ask.again = [ask.prompts[2] + ask.tokens(16), ask.tokens(26), ask.prompts[1] + ask.tokens(9), ask.tokens(12)]
 
 
+def _llama_page4_shrinks(ask: Asked) -> None:
+    """Prompts four of which are answered at a time and then fewer, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (22, 13, 31, 18)]
+    ask.again = [ask.prompts[2][:28] + ask.tokens(7), ask.tokens(25), ask.prompts[0] + ask.tokens(10), ask.tokens(9)]
+
+
+def _llama_host_page8_unfenced_storage(ask: Asked) -> None:
+    """Prompts of one chunk and of two, most of which are gone on with when others have taken their slots."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(30, 58)) for _ in range(6)]
+
+
+def _llama_lora_page8_beside(ask: Asked) -> None:
+    """Prompts with adapters beside such without, some of which are gone on with."""
+    ask.prompts = [ask.tokens(count) for count in (33, 26, 15, 21)]
+    ask.again = [ask.prompts[1] + ask.tokens(6), ask.tokens(19), ask.prompts[0][:32] + ask.tokens(8), ask.prompts[3]]
+
+
+def _qwen3_page8_slept(ask: Asked) -> None:
+    """Prompts that come again when the engine has been emptied, and others behind them."""
+    ask.prompts = [ask.shared + ask.tokens(9), ask.tokens(34), ask.shared + ask.tokens(16)]
+    ask.again = [ask.prompts[0], ask.tokens(20), ask.prompts[0][:24] + ask.tokens(13), ask.prompts[1] + ask.tokens(5)]
+
+
+def _recurrent_remapped(ask: Asked) -> None:
+    """Prompts three of which are answered at a time, the first of which leave first, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (11, 19, 24, 15, 8)]
+    ask.again = [ask.prompts[1] + ask.tokens(3), ask.tokens(17), ask.tokens(12), ask.prompts[0] + ask.tokens(2)]
+
+
+def _llama_page4_briefs(ask: Asked) -> None:
+    """Prompts of a few tokens beside longer ones, and some that go on behind both."""
+    ask.prompts = [ask.tokens(count) for count in (6, 29, 9, 38, 11)]
+    ask.again = [ask.prompts[0] + ask.tokens(7), ask.tokens(24), ask.prompts[1] + ask.tokens(5), ask.prompts[4]]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -737,6 +772,14 @@ SETUPS = {
     "llama-host-page2-virtual": Setup("llama", 2, 156, False, 3, False, then=_long_ones),
     "llama-turns-ended": Setup("llama", 1, 308, False, 3, False, then=_llama_turns_ended),
     "llama-page2-strides": Setup("llama", 2, 520, False, 4, False, then=_llama_page2_strides),
+    "llama-page4-shrinks": Setup("llama", 4, 428, False, 4, False, then=_llama_page4_shrinks),
+    "llama-host-page8-unfenced-storage": Setup(
+        "llama", 8, 184, False, 3, False, then=_llama_host_page8_unfenced_storage
+    ),
+    "llama-lora-page8-beside": Setup("llama", 8, 464, False, 4, False, then=_llama_lora_page8_beside),
+    "qwen3-page8-slept": Setup("qwen3", 8, 480, False, 3, False, then=_qwen3_page8_slept),
+    "recurrent-remapped": Setup("lfm2", 1, 452, False, 3, False, then=_recurrent_remapped),
+    "llama-page4-briefs": Setup("llama", 4, 504, False, 3, False, then=_llama_page4_briefs),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -795,4 +838,10 @@ TELLING = (
     "llama-host-page2-virtual",
     "llama-turns-ended",
     "llama-page2-strides",
+    "llama-page4-shrinks",
+    "llama-host-page8-unfenced-storage",
+    "llama-lora-page8-beside",
+    "qwen3-page8-slept",
+    "recurrent-remapped",
+    "llama-page4-briefs",
 )

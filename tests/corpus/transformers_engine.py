@@ -490,6 +490,58 @@ def own_requests(setup: str) -> list:
             ask("d", asked + random_prompt(533, 8), 18, 15),
             ask("e", asked[:33] + random_prompt(534, 5), 12, 22),
         ]
+    if setup == "llama-copies":  # two that are the same at the same time, and others that come when they have gone
+        asked = random_prompt(540, 35)
+        return [
+            ask("a", asked, 6),
+            ask("b", asked, 14),
+            ask("c", random_prompt(541, 18), 38, 1),
+            ask("d", random_prompt(542, 46), 22, 17),
+            ask("e", asked + random_prompt(543, 6), 16, 22),
+            ask("f", asked[:27] + random_prompt(544, 9), 12, 29),
+        ]
+    if setup == "few-qwen-states":  # some of which come to where others have left off in the middle of a block
+        return [
+            ask("a", system + random_prompt(550, 5), 9),
+            ask("b", random_prompt(551, 21), 40, 1),
+            ask("c", random_prompt(552, 34), 22, 13),
+            ask("d", system + random_prompt(553, 12), 18, 20),
+            ask("e", random_prompt(554, 15), 12, 33),
+        ]
+    if setup == "offload-qwen-chunks":  # two of which are stored, and asked again in whole and in part
+        first, second = random_prompt(560, 50), random_prompt(561, 33)
+        return [
+            ask("a", first, 8),
+            ask("b", random_prompt(562, 19), 46, 1),
+            ask("c", second, 11, 5),
+            ask("d", first[:43] + random_prompt(563, 7), 16, 20),
+            ask("e", second + random_prompt(564, 8), 14, 27),
+            ask("f", first + random_prompt(565, 4), 10, 33),
+        ]
+    if setup == "hybrid-overlaps":  # of several chunks each, beside others whose windows are full
+        return [
+            ask("a", random_prompt(570, 36), 44),
+            ask("b", random_prompt(571, 61), 24, 4),
+            ask("c", random_prompt(572, 17), 34, 10),
+            ask("d", random_prompt(573, 82), 14, 18),
+        ]
+    if setup == "llama-mixed-adapters":  # some of which are for the base model, alone and beside those with adapters
+        return [
+            ask("a", system + random_prompt(580, 9), 20),
+            ask("b", random_prompt(581, 23), 18, 6),
+            ask("c", system + random_prompt(582, 6), 24, 9),
+            ask("d", random_prompt(583, 40), 16, 15),
+            ask("e", system + random_prompt(584, 13), 14, 26),
+            ask("f", random_prompt(583, 40) + random_prompt(585, 5), 10, 32),
+        ]
+    if setup == "qwen-interleaved-page16":  # that take their blocks one after the other, while others are answered
+        return [
+            ask("a", random_prompt(590, 44), 36),
+            ask("b", system + random_prompt(591, 15), 30, 2),
+            ask("c", random_prompt(592, 70), 20, 7),
+            ask("d", system + random_prompt(593, 27), 18, 16),
+            ask("e", random_prompt(594, 12), 22, 21),
+        ]
     return []
 
 
@@ -622,6 +674,15 @@ def sleeps(at_step: int) -> None:
 ADAPTERS = {"a": 1, "b": 0, "c": 2, "d": 1, "e": 2, "f": 0}  # of the requests of qwen-adapters; 0 is the base model
 
 
+# Of the requests of llama-mixed-adapters.
+MIXED_ADAPTERS = {"a": 0, "b": 1, "c": 0, "d": 2, "e": 0, "f": 2}
+
+
+def stacked(adapters: list[int]) -> list[int]:
+    """Return which adapter each token of a step is computed with, by what its request asks for; 0 for the base model."""
+    return adapters
+
+
 def first_parent(adapter: int) -> int | None:
     """Return what the key of a prompt's first block goes on from: the adapter that the prompt is computed with."""
     return adapter or None
@@ -654,7 +715,8 @@ def adapters(of: dict[str, int]) -> None:
 
     def generation_step(processor, model) -> None:
         batch = processor.inputs_and_outputs.requests_in_batch
-        rows = torch.tensor([of[future.state.request_id] for future in batch for _ in range(future.query_length)])
+        asked = [of[future.state.request_id] for future in batch for _ in range(future.query_length)]
+        rows = torch.tensor(stacked(asked))
         hooks = [
             module.register_forward_hook(added(name, rows))
             for name, module in model.named_modules()
@@ -1073,6 +1135,21 @@ def generate(setup: str, folder: Path) -> None:
         batching |= {"num_blocks": 44, "max_batch_tokens": 48}
         keeps_on_host({"a"}, 0)
         new_weights(13)
+    if setup == "llama-copies":
+        batching = {"num_blocks": 70, "max_batch_tokens": 60}
+    if setup == "few-qwen-states":
+        batching |= {"num_blocks": 18, "max_batch_tokens": 38}
+    if setup == "offload-qwen-chunks":
+        batching |= {"num_blocks": 56, "max_batch_tokens": 40}
+        keeps_on_host({"a", "c"}, 0)
+    if setup == "hybrid-overlaps":
+        batching = {"num_blocks": 62, "max_batch_tokens": 26}
+    if setup == "llama-mixed-adapters":
+        batching = {"num_blocks": 78, "max_batch_tokens": 36}
+        adapters(MIXED_ADAPTERS)
+    if setup == "qwen-interleaved-page16":
+        batching = {"num_blocks": 40, "max_batch_tokens": 44}
+        by_address()
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
@@ -1084,6 +1161,8 @@ def generate(setup: str, folder: Path) -> None:
     sharp += ("llama-grows", "offload-hybrid-slots", "hybrid-padded", "offload-qwen-saves", "few-orphans", "qwen-rows")
     sharp += ("llama-rows", "offload-qwen-layers", "offload-qwen-records", "offload-buffers")
     sharp += ("llama-stretched", "offload-qwen-rebaked")
+    sharp += ("llama-copies", "few-qwen-states", "offload-qwen-chunks", "hybrid-overlaps")
+    sharp += ("llama-mixed-adapters", "qwen-interleaved-page16")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

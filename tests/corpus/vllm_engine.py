@@ -143,6 +143,13 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
             weights = ("model.layers.0.input_layernorm.weight", drawn)
             llm.apply_model(lambda model, new=weights: model.load_weights([new]) and None)
             llm.reset_prefix_cache()
+        elif number and setup == "recurrent-refits":  # each time with other weights
+            import torch
+
+            drawn = torch.randn(128, generator=torch.Generator().manual_seed(16 + number))
+            weights = ("model.layers.0.operator_norm.weight", drawn)
+            llm.apply_model(lambda model, new=weights: model.load_weights([new]) and None)
+            llm.reset_prefix_cache()
         elif number == 1 and setup == "llama-sleeps":  # what it wakes up with is new memory
             llm.reset_prefix_cache()
             llm.collective_rpc(lambda worker: [cache.zero_() for cache in worker.model_runner.kv_caches] and None)

@@ -87,6 +87,12 @@ TELLING = (
     "hybrid-loads-flags",
     "llama-trash",
     "sliding-budgets",
+    "delta-idles",
+    "llama-eagle-mixed",
+    "qwen-loads-names",
+    "sliding-guesses",
+    "qwen-histories",
+    "recurrent-refits",
 )
 
 
@@ -1763,3 +1769,91 @@ def _llama_trash(ask: Asked) -> Batches:
 def _sliding_budgets(ask: Asked) -> Batches:
     """Prompts of one chunk to three, and such that grow long while they are answered."""
     return [[ask.tokens(52), ask.tokens(130), ask.tokens(21)], [ask.shared + ask.tokens(40), ask.tokens(58)]]
+
+
+@setup(
+    "delta-idles",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 86, "num_gpu_blocks_override": 37, "max_num_seqs": 3},
+)
+def _delta_idles(ask: Asked) -> Batches:
+    """Prompts whose beginnings come again with other ends when nobody has asked for a while, two times over."""
+    longer = [ask.tokens(98), ask.shared + ask.tokens(7), ask.tokens(45)]
+    return [
+        longer,
+        [longer[0][:50] + ask.tokens(13), ask.shared[:47] + ask.tokens(21), longer[2][:39] + ask.tokens(6)],
+        [longer[1][:36] + ask.tokens(30), longer[0][:41] + ask.tokens(24)],
+    ]
+
+
+@setup(
+    "llama-eagle-mixed",
+    "llama",
+    {**EAGLE, "block_size": 64, "max_num_batched_tokens": 78, "num_gpu_blocks_override": 26, "max_num_seqs": 3},
+)
+def _llama_eagle_mixed(ask: Asked) -> Batches:
+    """Prompts of several chunks beside others that are answered already, with drafts behind them, and one that comes again."""
+    longer = [ask.tokens(31), ask.tokens(163), ask.shared + ask.tokens(20)]
+    return [longer, [ask.tokens(24), longer[1][:140] + ask.tokens(50), ask.tokens(58)]]
+
+
+@setup(
+    "qwen-loads-names",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 232,
+        "num_gpu_blocks_override": 27,
+        "max_num_seqs": 2,
+    },
+)
+def _qwen_loads_names(ask: Asked) -> Batches:
+    """Prompts of which one comes again, more of it each time, when its beginning is there already."""
+    first = ask.tokens(205)
+    return [
+        [first, ask.tokens(60)],
+        [first[:70], ask.tokens(35), first[:140] + ask.tokens(12)],
+        [first[:44] + ask.tokens(9), ask.tokens(71), first[:180]],
+    ]
+
+
+@setup(
+    "sliding-guesses",
+    "sliding",
+    {
+        "speculative_config": {**NGRAM["speculative_config"], "num_speculative_tokens": 4},
+        "max_num_batched_tokens": 110,
+        "num_gpu_blocks_override": 36,
+        "max_num_seqs": 3,
+    },
+    more=26,
+)
+def _sliding_guesses(ask: Asked) -> Batches:
+    """Prompts that repeat themselves, longer than a window, so that there is much to guess and little of it right."""
+    first, second = ask.tokens(7) * 9, ask.tokens(90)
+    return [
+        [first, second, ask.tokens(11) * 3],
+        [second + ask.tokens(14), first[:56] + ask.tokens(9)],
+    ]
+
+
+@setup("qwen-histories", "qwen", {"max_num_batched_tokens": 114, "num_gpu_blocks_override": 14, "max_num_seqs": 3})
+def _qwen_histories(ask: Asked) -> Batches:
+    """Prompts that go on behind what has been asked before, in blocks that others have had before."""
+    longer = [ask.shared + ask.tokens(14), ask.tokens(51), ask.tokens(83)]
+    return [
+        longer,
+        [ask.shared[:67] + ask.tokens(22), ask.tokens(37), longer[2][:66] + ask.tokens(10)],
+        [longer[0][:70] + ask.tokens(29), ask.tokens(46)],
+    ]
+
+
+@setup("recurrent-refits", "lfm2", {"max_num_batched_tokens": 106, "num_gpu_blocks_override": 43, "max_num_seqs": 3})
+def _recurrent_refits(ask: Asked) -> Batches:
+    """Prompts that come again, with other ends, each time that the weights are new."""
+    longer = [ask.shared + ask.tokens(18), ask.tokens(68), ask.tokens(41)]
+    return [
+        longer,
+        [longer[1][:65] + ask.tokens(11), ask.tokens(30), ask.shared[:66] + ask.tokens(9)],
+        [longer[0][:67] + ask.tokens(26), ask.tokens(52), longer[2][:34] + ask.tokens(15)],
+    ]

@@ -1,5 +1,6 @@
 """What attention got, as the recorder takes it down: lengths as told, slots where they are others than the table's."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 from kvcanary.kernels.capture.changes import RowRuns, run_differences
 from kvcanary.recorder.capture.attention import indexed_read, paged_read, row_read
-from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, TableRead
+from kvcanary.recorder.capture.forward_input import AttentionInput, ForwardInput, OutputRead, TableRead
 from kvcanary.recorder.capture.recorder import Recorder
-from kvcanary.recorder.trace.header import PoolGroup, StateTable, TraceHeader
+from kvcanary.recorder.trace.header import PoolGroup, Runner, StateTable, TraceHeader
 from kvcanary.recorder.trace.reader import read_trace
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 
@@ -265,3 +266,54 @@ def test_of_tokens_behind_the_first_too_it_is_seen_how_far_back_they_look(tmp_pa
     assert found("one behind the first", [2, 2, 4]) == [[1], [1], [0], [4]]
     assert found("the first of two", [-1, 1, 3]) == [[1], [1], [2], [1]]
     assert found("nothing", [0, -1, 2]) == [[1], [0], [5], [0]]
+
+
+def _output(request: int, position: int, start: int, length: int, slots: Any = None, group: int = 0) -> OutputRead:
+    return OutputRead(group, 3, request, position, start, length, slots)
+
+
+@pytest.mark.parametrize(
+    ("read", "windows", "lens", "slots", "unexplained"),
+    [
+        (_output(0, 5, 2, 4), [0, 0, 2, 3], [], [], []),  # less before its token
+        (_output(1, 4, 0, 4), [], [-1, 4, -1], [], []),  # as if it ended one earlier
+        (_output(1, 3, 0, 5), [], [-1, 6, -1], [], []),  # ... or later
+        (_output(1, 4, 1, 3), [0, 1, 1, 3], [-1, 4, -1], [], []),
+        (_output(1, 3, 0, 4, np.array([10, 11, 12, 13])), [], [], [10, 11, 12, 13], []),  # another request's
+        (_output(1, 4, 0, -1), [], [], [], [0, 1, 4, 3]),  # nobody knows what
+    ],
+)
+def test_what_outputs_show_is_told_as_what_attention_was_seen_to_read(
+    tmp_path: Path, read: OutputRead, windows: list[int], lens: list[int], slots: list[int], unexplained: list[int]
+) -> None:
+    given = AttentionInput(outputs=(read, _output(read.request, 4, 0, -1)), outputs_compared=5)
+    event = _recorded(tmp_path / "t.arrow", _two_requests(), given)
+    assert event.scalar("outputs_watched") == 5
+    assert [
+        n for name in ("group", "request", "start", "count") for n in event.ints(f"window_{name}").tolist()
+    ] == windows
+    assert event.ints("attention_seq_lens").tolist() == lens
+    assert event.scalar("attention_watched") == 0
+    assert event.ints("attention_slots").tolist() == slots
+    columns = ("output_group", "output_request", "output_position", "output_layer")
+    assert [n for name in columns for n in event.ints(name).tolist()] == unexplained
+
+
+@pytest.mark.parametrize("known", [{"token_counts": {0: [5, 1, 1]}}, {"seq_lens": [6, 4, -1]}])
+def test_what_is_known_of_a_request_already_is_not_told_again(tmp_path: Path, known: dict[str, Any]) -> None:
+    told = AttentionInput(outputs=(_output(1, 4, 3, 2), _output(1, 3, 1, 3), _output(1, 3, 0, -1)), **known)
+    event = _recorded(tmp_path / "t.arrow", _two_requests(), told)
+    assert event.ints("window_request").tolist() == [1] * ("token_counts" in known)
+    assert event.ints("output_request").tolist() == []
+
+
+@pytest.mark.parametrize(("request_", "group"), [(3, 0), (-1, 0), (0, 1), (0, 2), (0, -1)])
+def test_outputs_of_no_request_of_the_forward_are_refused(tmp_path: Path, request_: int, group: int) -> None:
+    draft = PoolGroup(name="draft", num_slots=32, runner=1)
+    header = dataclasses.replace(HEADER, groups=(*HEADER.groups, draft), runners=(Runner(), Runner(name="draft")))
+    with Recorder(tmp_path / "t.arrow", header, strict=True) as recorder:
+        for number in (1, 2):
+            recorder.request(request_id=number, name=str(number))
+        recorder.before_forward(_two_requests())
+        with pytest.raises(ValueError, match=r"AttentionInput\.outputs"):
+            recorder.attention(AttentionInput(outputs=(_output(request_, 0, 0, 1, group=group),)))

@@ -247,3 +247,43 @@ def test_wrong_lengths_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         generate(model(name), max_new_tokens=20)
     assert done
     assert judged(tmp_path / "t.arrow").findings_by_kind.get("attention_lens") == 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_hybrid"])
+def test_outputs_of_healthy_layers_are_right(tmp_path: Path, name: str, attention: str) -> None:
+    engine = model(name)
+    engine.set_attn_implementation(attention)
+    with attach(tmp_path / "t.arrow"):
+        generate(engine, [list(range(20, 95)), [5, 6, 7]], max_new_tokens=6, max_batch_tokens=20)
+    assert_clean(tmp_path / "t.arrow")
+    forwards = [event for event in read_trace(tmp_path / "t.arrow") if event.kind == "forward"]
+    assert all(event.scalar("outputs_watched") > 0 for event in forwards)
+
+
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [
+        (lambda keys: keys >= keys.max() - 4, "wrong_window"),  # the last five alone
+        (lambda keys: keys < keys.max() - 1, "attention_lens"),  # all but the last two
+        (lambda keys: keys % 3 > 0, "attention_output"),  # what no run of positions is
+    ],
+)
+def test_a_kernel_that_reads_otherwise_than_its_mask_says_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Any, found: str
+) -> None:
+    """The mask that a layer is given is right; what its kernel makes of it is not."""
+    attend, calls = torch.nn.functional.scaled_dot_product_attention, [0]
+
+    def kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, **said: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 20:
+            attn_mask = keep(torch.arange(key.shape[2]))[None, None, None]
+        return attend(query, key, value, attn_mask=attn_mask, **said)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    with attach(tmp_path / "t.arrow"):
+        generate(model("llama"), [list(range(20, 40))], max_new_tokens=20)
+    summary = judged(tmp_path / "t.arrow")
+    assert found in summary.findings_by_kind
+    assert summary.findings_by_kind.keys() <= {"wrong_window", "attention_lens", "attention_output"}

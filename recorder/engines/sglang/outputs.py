@@ -56,12 +56,12 @@ class AttentionOutputs:
             group = runner.groups.get("swa" if window else "full")
             if group is None or mode_of(batch.forward_mode) not in _MODES or not _is_plain(layer, batch, more):
                 return None
-            pool = part.token_to_kv_pool
+            pool = getattr(part, "token_to_kv_pool", None) or getattr(batch, "token_to_kv_pool", None)
+            if not hasattr(pool, "get_key_buffer"):
+                return None
             keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-            if (
-                not _as_handed_in(keys, layer.tp_k_head_num, layer.qk_head_dim, query)
-                or values.shape[:2] != keys.shape[:2]
-            ):
+            as_given = keys.dim() == 3 and tuple(keys.shape[1:]) == (layer.tp_k_head_num, layer.qk_head_dim)
+            if not as_given or keys.dtype != query.dtype or values.shape[:2] != keys.shape[:2]:
                 return None
             query = query.detach().reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).clone()
 
@@ -112,13 +112,8 @@ def _is_plain(layer: Any, batch: Any, more: dict[str, Any]) -> bool:
     other = {name for name, value in more.items() if value is not None and name != "save_kv_cache"}
     return (
         kind == _OWN
-        and not layer.is_cross_attention
+        and not getattr(layer, "is_cross_attention", False)
         and not other
         and getattr(batch, "encoder_lens", None) is None
         and getattr(layer, "xai_temperature_len", -1) in (-1, None)
     )
-
-
-def _as_handed_in(keys: Any, heads: int, dim: int, query: Any) -> bool:
-    """Say whether a pool's K is `[slots, heads, dim]` of the type that queries have."""
-    return keys.dim() == 3 and tuple(keys.shape[1:]) == (heads, dim) and keys.dtype == query.dtype
