@@ -403,6 +403,8 @@ class _Gathering(StateListener):
                     what="written" if i < real else "padded",
                     request_id=int(forward.request_ids[owner[i]]) if i < real else NOBODY,
                     via=int(full[i]) if group.lut >= 0 else -1,
+                    token=int(forward.input_ids[i]),
+                    position=int(forward.positions[i]),
                 )
                 self._add(number, int(slots[i]), fact)
             if group.lut < 0 and mask[-1:].any() and bool((slots[real:] < 0).any()):

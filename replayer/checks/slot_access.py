@@ -224,8 +224,8 @@ class PaddingSlotRead(HistoryCheck):
     """A forward reads a padding slot for a position of a request.
 
     Everybody's padding is written over it, and no record of it is verified: a table entry that was never filled, or was
-    cleared too early, and a token that was written to the padding slot show here. Not judged: sliding windows, whose early
-    positions lead nowhere, and traces that have lost something.
+    cleared too early, and a token that was written to the padding slot show here. Not judged: positions before a sliding
+    window, which lead nowhere, windows behind a full-to-SWA table, and traces that have lost something.
     """
 
     kind = "padding_slot_read"
@@ -235,9 +235,12 @@ class PaddingSlotRead(HistoryCheck):
     def forward(self, view: ForwardView) -> Iterator[Finding]:
         for group in view.groups if not self.history.had_gap else ():
             known = group.pool.group
-            if known.window or known.lut >= 0 or known.reads_before_write or group.pool.any_unknown:
+            if known.lut >= 0 or group.pool.any_unknown:
                 continue
             entries = np.flatnonzero(np.isin(group.slots, known.padding_slots))
+            if known.window and len(entries):
+                first = view.forward.prefix_lens[group.readers(entries)] - known.window
+                entries = entries[group.positions[entries] >= first]
             group.mark(entries)
             yield from self.of_entries(
                 view,

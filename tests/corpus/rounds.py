@@ -385,4 +385,13 @@ ROUND_NOTES = (
             "`flags_of_the_last_load_say_that_this_one_has_landed` was recorded again since a load of which a part is late is looked at later, too."
         ),
     ),
+    (
+        "aac20087",
+        (
+            "Chosen as those of the rounds before, in vLLM, SGLang and transformers, each in a setup of its own; recorded again, before any rule was run, with what comes out of attention. "
+            "One was wrong with 0.95 by the planter's kinds: bytes of a recurrent state that change without a write, which the corpus calls that of another prefix; what is recorded does not "
+            "tell the two apart, and it has both kinds since the count. Two were found clean: a window of which places were read that are nobody's, which is found since, and an adapter of "
+            "which nobody told the recorder."
+        ),
+    ),
 )

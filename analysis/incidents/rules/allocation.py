@@ -6,6 +6,7 @@ from ..seen.likely import POSSIBLE, REMAINS
 from ..seen.observed import (
     computed_though_put_back,
     given_what_is_cached,
+    held_before,
     hit_what_it_was_given,
     lower_edge,
     window_gone_round,
@@ -236,6 +237,13 @@ def stale_prefix_hit(cluster: Cluster) -> Diagnosis | None:
         if window_gone_round(cluster, sign):
             said = f"{sign.reader} joined {sign.place} as a cached prefix, over which the window of its holder had gone round: {sign.differs}"
             return cluster.diagnosis(0.85, said, sign, sign.writer_event, sign.event, cause=sign.event)
+        was = held_before(cluster, sign)
+        if was is not None:
+            said = f"{sign.reader} joined {sign.place} as a cached prefix, which had held its token and position since event {was[0].event}, "
+            said += (
+                f"and was given to another in event {was[1].event}: whoever named it to the request had not been told"
+            )
+            return cluster.diagnosis(0.92, said, sign, was[0].event, was[1].event, cause=was[1].event)
         mine = [f for f in cluster.history(sign) if f.what == "shared" and f.request_id == sign.request_id]
         before = [f for f in cluster.history(sign) if mine and f.event < mine[-1].event]
         gone = next((f for f in reversed(before) if f.what in ("evict", "free")), None)

@@ -297,6 +297,7 @@ def window_read_wrong(cluster: Cluster) -> Diagnosis | None:
         return (
             _got_of_ring(cluster)
             or _got_beside_the_table(cluster)
+            or _nobodys_in_ring(cluster)
             or _shifted(cluster)
             or _by_output(cluster, sliding=True)
         )
@@ -312,6 +313,16 @@ def _got_of_ring(cluster: Cluster) -> Diagnosis | None:
     score = 0.9 if all(other.kind.startswith("attention_") for other in cluster.head) else 0.5
     said = f"in {sign.when} attention got another row of the window than is its own, at position {sign.position} of {sign.reader}: "
     return cluster.diagnosis(score, said + sign.detail, sign, queries=(events_query(sign.evidence),), cause=sign.event)
+
+
+def _nobodys_in_ring(cluster: Cluster) -> Diagnosis | None:
+    """A position of a ring's window that is read from nobody's place, though its request keeps it in one of its own."""
+    sign = cluster.finding("padding_slot_read")
+    own = cluster.wrote(sign) if sign is not None and cluster.in_ring(sign) else None
+    if sign is None or own is None or own[1] <= 0:
+        return None
+    said = f"in {sign.when} position {sign.position} of the window of {sign.reader}, which it keeps in slot {own[1]}, is read from {sign.place}: "
+    return cluster.diagnosis(0.85, said + sign.detail, sign, own[0], cause=sign.event)
 
 
 def _got_beside_the_table(cluster: Cluster) -> Diagnosis | None:

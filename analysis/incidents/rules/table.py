@@ -50,7 +50,7 @@ def req_to_token(cluster: Cluster) -> Diagnosis | None:
             cause=event,
         )
     emptied = cluster.finding("padding_slot_read")
-    change = cluster.rewrite_of(emptied) if emptied is not None else None
+    change = cluster.rewrite_of(emptied) if emptied is not None and not cluster.in_ring(emptied) else None
     if emptied is not None and change is not None:
         said = f"entries of the table row of {emptied.reader} were overwritten before event {change.event}, {change.count} from position "
         said += f"{change.first_position} on, and name {emptied.place} in {emptied.when}: it {emptied.detail}"

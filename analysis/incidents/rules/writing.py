@@ -18,6 +18,8 @@ from ..seen.observed import (
 from ..sign import CONTENT, KV_HASH, WRITE_POSITION, Sign
 from .allocation import own_free
 
+_FEW = 4  # slots that padding changes in one forward
+
 
 @rule("tokens written to the wrong slots", branch="write")
 def slot_mapping(cluster: Cluster) -> Diagnosis | None:
@@ -230,6 +232,15 @@ def pad_slot_wraps(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95 if padded else 0.6, said, sign, *padded[-3:])
 
 
+def written_as_beside(cluster: Cluster, sign: Sign, change: Fact) -> bool:
+    """Whether a slot that its request had written came to hold what the very forward wrote to one other slot, and few did."""
+    group, slot = change.twin
+    own = cluster.wrote(sign)
+    mine = own is not None and own[0] < change.event
+    beside = change.twin_event == change.event and change.twin_kind == "forward" and change.together <= _FEW
+    return mine and beside and group == cluster.group(sign) and slot != sign.slot
+
+
 @rule("padding wrote a live slot", branch="write")
 def pad_rows_keep_last_blocks(cluster: Cluster) -> Diagnosis | None:
     """Rows that pad a batch keep the slots that they had a step before. (lmdeploy#4569)"""
@@ -239,7 +250,15 @@ def pad_rows_keep_last_blocks(cluster: Cluster) -> Diagnosis | None:
         return cluster.diagnosis(0.95, said, sign, *sign.evidence)
     for other in cluster.head:
         padded, given = cluster.last(other, "padded"), cluster.last(other, "alloc")
-        if padded is None or not other.bits & KV_HASH:
+        if not other.bits & KV_HASH:
+            continue
+        if padded is None:
+            change = cluster.last(other, "changed")
+            if change is not None and written_as_beside(cluster, other, change):
+                said = f"{other.place}, which {other.reader} read in {other.when}, got in event {change.event} what that forward wrote to slot "
+                said += f"{change.twin[1]}, as if a row behind its batch had written it there, too"
+                last = other.slot == cluster.groups[cluster.group(other)].num_slots - 1  # to which -1 leads
+                return cluster.diagnosis(0.5 if last else 0.7, said, other, change.event, cause=change.event)
             continue
         stale = given is not None and given.event > padded.event
         said = f"padding of event {padded.event} wrote {other.place}, which {other.reader} read in {other.when}"

@@ -31,6 +31,7 @@ from .observed import (
     handed_round,
     has_its_row,
     has_no_slots_for_its_prompt,
+    held_before,
     hit_what_it_was_given,
     in_windows_alone,
     its_own_slot,
@@ -134,6 +135,8 @@ def _by_rows(cluster: Cluster, seen: Evidence) -> Likely | None:
     if "swa_mapping_stale" in kinds:
         return _of_the_swa_table(cluster, seen)
     nothing = cluster.finding("padding_slot_read")
+    if nothing is not None and cluster.in_ring(nothing) and (cluster.wrote(nothing) or (0, 0))[1] > 0:
+        return Likely("read", ("window_read_wrong", "attention_table_overwritten"))
     # Its row does not name what it has written; of a beam that nobody knows no more is known than that it names nothing.
     if nothing is not None and (nothing.request_id < 0 or (cluster.wrote(nothing) or (0, 0))[1] > 0):
         return Likely("table", ("req_to_token", "slot_mapping"))
@@ -231,6 +234,8 @@ def _by_its_holder(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("allocation", ("free_too_early", "page_given_twice", "eviction_of_locked_page"))
     if hit_what_it_was_given(cluster, sign) is not None:
         return Likely("allocation", ("stale_prefix_hit", "free_too_early", "radix_insert_then_free"))
+    if held_before(cluster, sign) is not None and seen.filled is Filled.AS_CACHED:
+        return Likely("allocation", ("stale_prefix_hit", "radix_insert_then_free"))
     if given_what_is_cached(cluster, sign):
         return Likely("allocation", ("radix_insert_then_free", "page_given_twice"))
     if window_gone_round(cluster, sign):

@@ -442,6 +442,22 @@ def window_gone_round(cluster: Cluster, sign: Sign) -> bool:
     return round_ and others and cluster.joined(sign)
 
 
+def held_before(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
+    """The write by which a slot held what its reader was to find, and the later one in which it was given out anew: before the
+    reader joined it, who was neither of those that wrote.
+    """
+    history = [fact for fact in cluster.history(sign) if fact.event < sign.event]
+    joined = next((f for f in reversed(history) if f.what == "shared" and f.request_id == sign.request_id), None)
+    if joined is None or not sign.bits & TOKEN:
+        return None
+    before = [fact for fact in history if fact.event < joined.event]
+    wanted = (sign.expected_token, sign.position)
+    held = next((f for f in reversed(before) if f.what == "written" and (f.token, f.position) == wanted), None)
+    given = next((f for f in before if held is not None and f.what == "alloc" and f.event > held.event), None)
+    own = sign.request_id in {fact.request_id for fact in (held, given) if fact is not None}
+    return None if held is None or given is None or own else (held, given)
+
+
 def hit_what_it_was_given(cluster: Cluster, sign: Sign) -> tuple[Fact, Fact] | None:
     """Return when a slot of another's was given back, and when it was given out, to the very request that begins with it as cached."""
     begin, given = cluster.facts.begins.get(sign.request_id), cluster.last(sign, "alloc")

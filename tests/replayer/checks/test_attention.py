@@ -163,8 +163,8 @@ def test_columns_that_contradict_one_another_make_the_event_unusable(
 def test_an_output_that_nothing_explains_is_found(scene: Scene) -> None:
     scene.start(7, 1, [3, 4, 5])
     _decode(scene, 3, 6, outputs_compared=2)
-    outputs = [OutputRead(0, layer, 0, 4, 0, -1) for layer in (0, 5)]
+    outputs = [OutputRead(0, layer, 0, 4, 0, -1) for layer in (0, 5)]  # of which the first stands for both
     found = _decode(scene, 4, 8, outputs=outputs, outputs_compared=2)
     rows = scene.judge("attention_output")
-    assert told(rows) == [(2, 7, -1, 2, json.dumps([found]))]
+    assert told(rows) == [(2, 7, -1, 1, json.dumps([found]))]
     assert "attention of layer 0 gave for the token at position 4" in rows[0]["detail"]

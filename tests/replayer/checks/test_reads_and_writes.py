@@ -160,6 +160,15 @@ def test_a_token_that_went_to_the_padding_slot_is_found_when_it_is_read(make_sce
         assert [row["position"] for row in rows] == ([] if lossy else [2])
 
 
+@pytest.mark.parametrize(("missing", "found"), [(2, True), (1, True), (0, False)])
+def test_of_a_window_with_a_table_of_its_own_padding_within_it_is_found(make_scene, missing: int, found: bool) -> None:
+    scene = make_scene(told="", sliding=2)
+    scene.forward(Part(request=7, row=1, prefix=0, slots=(4, 5, 6)))
+    scene.table[1, missing] = 0
+    scene.forward(decode(7, 1, 3, 8))
+    assert [row["position"] for row in scene.judge("padding_slot_read")] == [missing] * found
+
+
 def test_the_owner_of_a_page_goes_on_writing_after_a_fork_joined_it(scene: Scene) -> None:
     scene.status(7, "admitted", 1)
     scene.alloc(7, [3, 4])

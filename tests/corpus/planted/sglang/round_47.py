@@ -130,7 +130,6 @@ def graph_of_one_sequence_is_run_for_all_that_answer(fired: Fired) -> None:
     "hybrid-page8-rings",
     "window_read_wrong",
     origin="LitGPT",
-    late="not found: which tokens look at which is decided in the attention's kernel, of which nothing is recorded",
 )
 def prompt_longer_than_the_ring_is_masked_as_if_it_lay_flat(fired: Fired) -> None:
     """Layers with a window keep their tokens in a ring. A prompt that is longer than it goes round and leaves its last

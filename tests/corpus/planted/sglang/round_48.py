@@ -97,7 +97,6 @@ def rows_that_pad_a_batch_store_nan_in_the_slot_that_pads_tiles(fired: Fired) ->
     "bad_values_written",
     "not_of_the_model",
     origin="Atlas",
-    late="not found: what is rounded to 8 bits is within what equal tokens differ by",
 )
 def first_tokens_are_stored_by_a_scale_they_are_not_read_by(fired: Fired) -> None:
     """Keys and values are kept with 8 bits, and by which scale is found out while the first tokens are computed. Until
@@ -238,8 +237,8 @@ def prefix_is_handed_to_who_turns_its_keys_by_other_factors(fired: Fired) -> Non
     "ikawrakow/ik_llama.cpp#2096",
     "llama-page2-captured",
     "attention_seq_len_wrong",
+    "attention_table_overwritten",
     origin="ik_llama.cpp",
-    late="not found: how much a kernel sums up is seen by the kernel alone",
 )
 def captured_graph_sums_the_values_it_had_at_its_capture(fired: Fired) -> None:
     """A graph is run again as long as its nodes look alike, and how many keys and values there are is seen only in what

@@ -209,6 +209,7 @@ def next_step_clears_the_map_of_the_window_before_it_is_read(fired: Fired) -> No
     "computed_with_other_weights",
     "not_of_the_model",
     origin="vLLM",
+    late="not found: the adapters are not the engine's, and nobody tells the recorder of them",
 )
 def no_adapter_is_taken_for_the_last_one(fired: Fired) -> None:
     """Which adapter a token is computed with is its place in a stack of them, and that of a token without one is -1. Adapters

@@ -56,7 +56,7 @@ def heads_and_tokens_change_places_on_the_way(fired: Fired) -> None:
     "hybrid-preempt",
     "page_leaked",
     origin="inference-sim",
-    late="not found: a block that the pool gives out past its managers is recorded by nobody",
+    late="it does no harm, and is seen when no request is left",
 )
 def what_was_taken_before_it_failed_is_kept(fired: Fired) -> None:
     """Blocks are taken one after the other, and when there is none left the request is told that it cannot have any. Those that were taken already are in nobody's table

@@ -8,7 +8,13 @@ from bugs import Fired, bug, replaces
 from .marks import before_forward, states_of, when_allocated
 
 
-@bug("vllm-project/vllm-ascend#15510", "delta-idles", "kv_changed", origin="vLLM Ascend")
+@bug(
+    "vllm-project/vllm-ascend#15510",
+    "delta-idles",
+    "kv_changed",
+    "state_restored_for_other_prefix",
+    origin="vLLM Ascend",
+)
 def idle_rank_steps_the_state_that_its_last_request_has_left(fired: Fired) -> None:
     """A rank that has no requests computes one token that is made up, to keep pace with the others. Layers with attention write
     nothing for it, but those with a recurrent state take it for a token of whoever had the first row last, and move the
