@@ -197,10 +197,11 @@ class Cutter:
             mine = chosen[ints["identity_start"]]
             ints.update({name: ints[name][mine] for name in ints if name.startswith("identity_")})
             ints["identity_start"] = at[ints["identity_start"]]
-        if "value_request" in ints:
-            mine = chosen[ints["value_request"]]
-            ints.update({name: ints[name][mine] for name in ints if name.startswith("value_")})
-            ints["value_request"] = at[ints["value_request"]]
+        for table in [name for name in ("value", "output") if f"{name}_request" in ints]:
+            mine = chosen[ints[f"{table}_request"]]
+            ints.update({name: ints[name][mine] for name in ints if name.startswith(f"{table}_")})
+            ints[f"{table}_request"] = at[ints[f"{table}_request"]]
+        if "value_token" in ints:
             ints["value_token"] = (np.cumsum(tokens) - 1)[ints["value_token"]]
         self._tables.supply(event, part, cells)
         for name in [name for name, values in ints.items() if not len(values)]:

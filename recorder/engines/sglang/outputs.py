@@ -56,7 +56,7 @@ class AttentionOutputs:
             group = runner.groups.get("swa" if window else "full")
             if group is None or mode_of(batch.forward_mode) not in _MODES or not _is_plain(layer, batch, more):
                 return None
-            pool = getattr(part, "token_to_kv_pool", None) or getattr(batch, "token_to_kv_pool", None)
+            pool: Any = getattr(part, "token_to_kv_pool", None) or getattr(batch, "token_to_kv_pool", None)
             if not hasattr(pool, "get_key_buffer"):
                 return None
             keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)

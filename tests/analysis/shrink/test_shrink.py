@@ -49,6 +49,16 @@ def test_one_incident_out_of_far_less_and_nothing_of_the_prompts(tmp_path):
     assert all("kvcanary shrink" in doubt for doubt in summary.doubts if "lost while recording" in doubt)
 
 
+def test_what_an_output_shows_goes_with_its_request(tmp_path):
+    whole = DATA / "corpus" / "sglang-captured_step_goes_through_the_rows_by_the_widest_stride.arrow"
+    shrink([whole], tmp_path / "small.arrow", seconds=1)
+    kinds = [show([path]).summary.findings_by_kind for path in (whole, tmp_path / "small.arrow")]
+    assert kinds[1].keys() == {"attention_output"} <= kinds[0].keys()
+    with TraceReader(tmp_path / "small.arrow") as reader:
+        outputs = [event.ints("output_request").tolist() for batch in reader.stream() for event in batch]
+    assert [0] in outputs  # the only one of its batch that is left, another number before
+
+
 @pytest.mark.parametrize(
     ("trace", "seed"),
     [
