@@ -19,7 +19,7 @@ UNEXPLAINED: Final = -1
 # By how much of its values' weighed lengths an output may be off, in units of what its type tells apart of 1.
 _ROUNDING: Final = 8
 _LEAST: Final = 1e-3
-MAX_POSITIONS: Final = 1 << 16  # of a forward that are looked at, all tokens and layers together
+MAX_POSITIONS: Final = 1 << 14  # of a forward that are looked at, all tokens and layers together
 MAX_SEARCHES: Final = 16  # of a forward, for what an output is the mean of instead
 
 
@@ -59,16 +59,15 @@ class OutputChecks:
 
     Of each request and layer the last token is looked at, the first, and one that moves on from forward to forward; of its
     heads one, which moves on too. No more than so many positions are looked at in a forward: if there are more, layers take
-    turns.
+    turns. Of `every` forwards one is looked at, of 0 none.
     """
 
-    def __init__(self, most_positions: int = MAX_POSITIONS) -> None:
-        self._most = self._left = most_positions
-        self._number, self._searches = 0, MAX_SEARCHES
-        self._asked, self._every = (
-            0,
-            1,
-        )  # positions that this forward's layers have; every how many layers are looked at
+    def __init__(self, every: int = 1, *, most_positions: int = MAX_POSITIONS) -> None:
+        self._every, self._most = every, most_positions
+        self._forwards, self._begun = 0, False  # how many there were, and whether a layer of this one has run
+        self._number, self._asked = 0, 0  # how many were looked at, and the positions that this one's layers have
+        self._layers = 1  # of so many layers one is looked at
+        self._left, self._searches = most_positions, MAX_SEARCHES
         self._found: list[OutputRead] = []
         self._compared = 0
 
@@ -76,7 +75,8 @@ class OutputChecks:
         """Return what was found since the last call, and of how many tokens outputs were compared; the next forward begins."""
         taken = self._found, self._compared
         if self._asked:
-            self._number, self._every, self._asked = self._number + 1, -(-self._asked // self._most), 0
+            self._number, self._layers, self._asked = self._number + 1, -(-self._asked // self._most), 0
+        self._forwards, self._begun = self._forwards + self._begun, False
         self._left, self._searches, self._found, self._compared = self._most, MAX_SEARCHES, [], 0
         return taken
 
@@ -96,10 +96,13 @@ class OutputChecks:
         A token reads so many positions before its own as one of `windows` says, 0: all. `ways`: the requests with their slots,
         more than once if the engine may number these otherwise.
         """
+        self._begun = True
+        if not self._every or self._forwards % self._every:
+            return
         looked = [_looked_at(one, self._number) for one in ways[0]]
         positions = sum(one.prefix + token + 1 for one, tokens in zip(ways[0], looked, strict=True) for token in tokens)
         self._asked += positions
-        if (layer + self._number) % self._every or positions > self._left:
+        if (layer + self._number) % self._layers or positions > self._left:
             return
         self._left -= positions
         kv_head, each = self._number % kv_heads, call.query.shape[1] // kv_heads
@@ -150,13 +153,13 @@ class _Rows:
 
     def __init__(self, read: ReadRows, slots: Int64Array, head: int) -> None:
         self._read, self._slots, self._head = read, slots, head
-        self._found: tuple[Any, Any] | None = None
+        self._found: tuple[Any, Any, Any] | None = None
 
-    def both(self) -> tuple[Any, Any]:
-        """Return K and V in double precision."""
+    def all(self) -> tuple[Any, Any, Any]:
+        """Return K and V, and the squares of V's lengths `[n]`, in float32."""
         if self._found is None:
-            keys, values = self._read(self._slots, self._head)
-            self._found = keys.double(), values.double()
+            keys, values = (half.float() for half in self._read(self._slots, self._head))
+            self._found = keys, values, values.square().sum(1)
         return self._found
 
 
@@ -164,7 +167,7 @@ class _Output:
     """A token's output in one head: of which runs of positions it is the mean."""
 
     def __init__(self, call: AttentionCall, token: int, head: int) -> None:
-        self._query, self._output = call.query[token, head].double(), call.output[token, head].double()
+        self._query, self._output = call.query[token, head].float(), call.output[token, head].float()
         self._scale, self._cap = call.scale, call.cap
         self._tolerance = max(_LEAST, _ROUNDING * _resolution(call.output.dtype))
 
@@ -177,41 +180,44 @@ class _Output:
 
         Of several that fit it is the one that leaves out nothing, or else the one that fits best.
         """
-        size = len(rows.both()[0])
+        size = len(rows.all()[0])
         low, high = np.arange(end), np.full(end, end)
         more = [
             (begin, last) for begin in dict.fromkeys((start, 0)) for last in range(begin + 1, size + 1) if last != end
         ]
         begins, ends = np.array(more, np.int64).reshape(-1, 2).T
         for lows, highs in ((low, high), (begins, ends)):
+            if not lows.size:
+                continue
             errors = np.nan_to_num(self._errors(rows, lows, highs), nan=np.inf)
-            if errors.size and errors.min() <= self._tolerance:
+            if errors.min() <= self._tolerance:
                 best = 0 if errors[0] <= self._tolerance else int(errors.argmin())
                 return int(lows[best]), int(highs[best])
         return None
 
     def _errors(self, rows: _Rows, begins: Int64Array, ends: Int64Array) -> Any:
-        """Return how far the output is from the mean over each run, `[n]`, as a part of the weighed lengths of its values."""
+        """Return how far the output is from the mean over each run, `[n]`, as a part of its values' lengths: their weighed mean square."""
         import torch
 
-        keys, values = rows.both()
-        scores = (keys @ self._query) * self._scale
+        keys, values, squares = rows.all()
+        first, last, one = int(begins.min()), int(ends.max()), len(begins) == 1
+        scores = (keys[first:last] @ self._query) * self._scale
         if self._cap:
             scores = self._cap * (scores / self._cap).tanh()
-        first, last = int(begins.min(initial=0)) if len(begins) > 1 else int(begins[0]), int(ends.max(initial=1))
-        weights = (scores - scores[first:last].max()).exp()
-        low, high = torch.from_numpy(begins), torch.from_numpy(ends)
+        weights = (scores - scores.max()).exp()
+        low, high = torch.from_numpy(begins - first), torch.from_numpy(ends - first)
 
         def over(parts: Any) -> Any:
-            if len(begins) == 1:
-                return parts[first:last].sum(0, keepdim=True)
-            sums = torch.cat((torch.zeros_like(parts[:1]), parts.cumsum(0)))
+            sums = torch.cat((torch.zeros_like(parts[:1]), parts.cumsum(0, dtype=torch.float64)))
             return sums[high] - sums[low]
 
-        total = over(weights)
-        mean = over(weights[:, None] * values) / total[:, None]
-        length = over(weights * values.norm(dim=1)) / total
-        return ((mean - self._output).norm(dim=1) / length.clamp(min=1e-30)).numpy()
+        values, squares = values[first:last], squares[first:last]
+        if one:
+            total, mean, length = weights.sum()[None], (weights @ values)[None], (weights @ squares)[None]
+        else:
+            total, mean, length = over(weights), over(weights[:, None] * values), over(weights * squares)
+        length = (length / total).sqrt().clamp(min=1e-30)
+        return ((mean / total[:, None] - self._output).norm(dim=1) / length).double().numpy()
 
 
 def _resolution(dtype: Any) -> float:

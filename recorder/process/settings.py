@@ -88,6 +88,7 @@ class RecordingSettings(WriterSettings):
     kv_watch_every: int = 1
     capture_bytes: int = 16
     all_layers: str = "on"
+    outputs_every: int = 1
     sweep_every: int = 0
     history: str = "auto"
     tokens: str = "plain"
@@ -296,6 +297,11 @@ SETTINGS: Final = (
         "word",
         "Whether all layers are sampled, and looked at for NaN, infinity and rows of zeros; on the CPU alone.",
         words=("on", "off"),
+    ),
+    Setting(
+        "outputs_every",
+        "number",
+        "Forwards between two looks at what comes out of attention, on the CPU alone; 0 never.",
     ),
     Setting("sweep_every", "number", "Forwards between two walks of the whole prefix cache; 0 never."),
     Setting("history", "word", "Whether allocations and frees of slots are recorded.", words=_HISTORIES),

@@ -57,7 +57,8 @@ class AttentionOutput(HistoryCheck):
         for request in np.unique(outputs[:, 1]).tolist():
             mine = outputs[outputs[:, 1] == request]
             group, _, position, layer = mine[0].tolist()
-            detail = f"attention of layer {layer} gave for the token at position {position} what is no mean of what stands there and before it"
+            detail = f"what attention gave in layer {layer} for the token at position {position} is no weighted mean of the values of "
+            detail += "any run of its positions, nor of another request's"
             yield self.of_request(forward, request, detail, count=len(mine), group=group, position=position)
 
 

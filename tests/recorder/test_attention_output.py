@@ -175,3 +175,16 @@ def test_no_more_than_so_many_positions_are_looked_at_and_layers_take_turns(laye
 def test_a_forward_that_is_wrong_everywhere_is_searched_so_often_only() -> None:
     wrong, compared = found(Engine(7), [(2, 1)] * 30, lambda r, start, end, _: (r, start, end - 1))
     assert (len(wrong), compared) == (MAX_SEARCHES, 30)
+
+
+@pytest.mark.parametrize(("every", "looked"), [(1, [0, 1, 2, 3, 4]), (3, [0, 3]), (0, [])])
+def test_of_so_many_forwards_one_is_looked_at(every: int, looked: list[int]) -> None:
+    engine, checks = Engine(8), OutputChecks(every)
+    found_in = []
+    for forward in range(5):
+        call, requests = engine.call([(4, 1)])
+        for layer in (0, 1):
+            checks.look(call, [requests], engine.read, KV_HEADS, group=0, layer=layer, windows=(0,))
+        found_in += [forward] * bool(checks.take()[1])
+        checks.take()  # between two forwards
+    assert found_in == looked

@@ -25,9 +25,9 @@ _OWN: Final = "DECODER"  # the kind of attention that reads a request's own past
 
 
 class AttentionOutputs:
-    """Sees what each layer's attention gives in a forward of the runners' models; `take` returns what is wrong of it."""
+    """Sees what each layer's attention gives in one of `every` forwards; `take` returns what is wrong of it."""
 
-    def __init__(self, model_runners: list[Any], layout: SglangLayout) -> None:
+    def __init__(self, model_runners: list[Any], layout: SglangLayout, every: int = 1) -> None:
         self._layout = layout
         self._parts = [
             (part, layout.runners[id(model_runner)], getattr(model_runner.token_to_kv_pool, "layers_mapping", None))
@@ -35,7 +35,7 @@ class AttentionOutputs:
             for part in attention_parts(model_runner)
             if type(part).__name__ in ROW_READERS
         ]
-        self._checks = OutputChecks()
+        self._checks = OutputChecks(every)
         self._slots: dict[int, list[list[RequestSlots]]] = {}  # by group, of the forward that runs
 
     def hooks(self) -> Iterator[tuple[Any, str, Hook]]:
@@ -67,7 +67,7 @@ class AttentionOutputs:
 
             def read(slots: Int64Array, head: int) -> tuple[Any, Any]:
                 places = torch.from_numpy(slots.clip(0, keys.shape[0] - 1))
-                return keys[places, head], values[places, head]
+                return keys[:, head].index_select(0, places), values[:, head].index_select(0, places)
 
             def done(output: Any, error: BaseException | None) -> None:
                 if error is None:

@@ -69,7 +69,7 @@ class SglangRecording:
         in_layers = not on_device and layers.watches(id(self.target))
         self.submitted = SubmittedKv(self.layout) if in_layers else None
         self.windows = WindowReads(model_runners, self.layout) if in_layers else None
-        self.outputs = AttentionOutputs(model_runners, self.layout) if in_layers else None
+        self.outputs = AttentionOutputs(model_runners, self.layout, settings.outputs_every) if in_layers else None
         states = inside.watches(self.target) if on_device else in_layers
         header = dataclasses.replace(header, not_watched=(*header.not_watched, *not_watched))
         header = without_unseen(

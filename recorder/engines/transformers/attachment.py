@@ -293,7 +293,7 @@ def _attached_as_set() -> TransformersAttachment | None:
     if settings is None:
         return None
     settings.folder.mkdir(parents=True, exist_ok=True)
-    names = ("kv_watch_every", "capture_bytes", "oracle", "inject")
+    names = ("kv_watch_every", "outputs_every", "capture_bytes", "oracle", "inject")
     options: dict[str, Any] = {name: getattr(settings, name) for name in names}
     options["all_layers"] = settings.all_layers == "on"
     attachment = begin_new(
@@ -312,6 +312,7 @@ def attach(
     capture_bytes: int = 16,
     layers: tuple[int, ...] | None = None,
     all_layers: bool = True,
+    outputs_every: int = 1,
     submitted: bool = True,
     oracle: str = "",
     inject: Injection | None = None,
@@ -327,6 +328,8 @@ def attach(
         layers: whose KV bytes to keep, at most 4 of a group; None for the first layer of each group.
         all_layers: sample all layers, 16 bytes of one of them in each slot, and look for NaN, infinity and rows of zeros in
             all that is written; of a cache on the CPU, and unless `layers` are named.
+        outputs_every: hold what comes out of attention against the slots in one of so many steps; 0 never. On the CPU alone, and
+            only where steps do not overlap and `submitted` is on.
         submitted: compare what those layers hand to the cache with what it holds after the forward; costs a copy of
             their K and V of each forward.
         oracle: what samples every token in the place of the model, "hash" or "module:name"; "" the model does.
@@ -366,7 +369,7 @@ def attach(
 
     prepare_kernels()  # now, not at the engine's first step
     options: dict[str, Any] = {"layers": layers, "capture_bytes": capture_bytes, "kv_watch_every": kv_watch_every}
-    options |= {"seed": secrets.randbits(32) if all_layers else None}
+    options |= {"seed": secrets.randbits(32) if all_layers else None, "outputs_every": outputs_every}
     options |= {"submitted": submitted, "oracle": oracle, "inject": inject, "writer_options": writer_options}
     attachment = TransformersAttachment(path, options)
     processor, offloading = continuous_api.ContinuousBatchProcessor, offloading_manager.OffloadingManager

@@ -20,11 +20,11 @@ _WEIGHS: Final = ("position_bias", "s_aux", "sinks")  # what adds to the scores,
 
 
 class OutputCalls:
-    """Sees what layers give in a step; `keys_of` returns the group of a layer and where the step's tokens find their keys."""
+    """Sees what layers give in one of `every` steps; `keys_of` returns the group of a layer and where the step's tokens find their keys."""
 
-    def __init__(self, keys_of: Callable[[int], tuple[TransformersGroup, StepKeys] | None]) -> None:
+    def __init__(self, keys_of: Callable[[int], tuple[TransformersGroup, StepKeys] | None], every: int) -> None:
         self._keys_of = keys_of
-        self._checks = OutputChecks()
+        self._checks = OutputChecks(every)
         self._given: tuple[int, Any, Any] | None = None  # the layer that runs, and what the cache gave it
 
     def take(self) -> tuple[list[OutputRead], int]:
@@ -34,7 +34,8 @@ class OutputCalls:
 
     def on_given(self, layer: int, states: Any) -> None:
         """Take K and V that the cache gives a layer, `[1, kv heads, keys, dim]` each."""
-        self._given = layer, states[0], states[1]
+        if self._keys_of(layer) is not None:  # else it would be kept in memory for nothing
+            self._given = layer, states[0], states[1]
 
     def on_attention(self, module: Any, query: Any, said: dict[str, Any]) -> Finish | None:
         """Look at what a layer's attention is about to give for `query` `[1, heads, at least T, dim]`."""
@@ -64,7 +65,7 @@ class OutputCalls:
                 import torch
 
                 at = torch.from_numpy(slots.clip(0, key.shape[2] - 1))
-                return key[0, head][at], value[0, head][at]
+                return key[0, head].index_select(0, at), value[0, head].index_select(0, at)
 
             call = AttentionCall(
                 own, result[0][0].detach(), float(scale or own.shape[-1] ** -0.5), float(said.get("softcap") or 0)

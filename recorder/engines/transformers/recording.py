@@ -60,6 +60,7 @@ class TransformersRecording:
         layers: tuple[int, ...] | None,
         capture_bytes: int,
         kv_watch_every: int,
+        outputs_every: int,
         submitted: bool,
         oracle: str,
         inject: Injection | None,
@@ -109,7 +110,7 @@ class TransformersRecording:
         looks = submitted and not processor.use_async_batching
         self._returned = ReturnedRows(self._layouts if looks else (), header, sources)
         self._masks = Masks(self._layouts)
-        self._outputs = OutputCalls(self._masks.keys_of)
+        self._outputs = OutputCalls(self._masks.keys_of, outputs_every if looks else 0)
         self._lens = AttentionInput()  # of the step, by its `cu_seq_lens`
         self._indexed: tuple[TableRead | None, ...] = ()  # of each group, what the step's indices have attention read
         self._reason = "finish"  # of blocks that are freed now

@@ -34,9 +34,9 @@ class _Layer(NamedTuple):
 
 
 class OutputCalls:
-    """Sees what the layers of each group give in a step."""
+    """Sees what the layers of each group give in one of `every` steps."""
 
-    def __init__(self, groups: Sequence[VllmGroup], layers: dict[str, Any]) -> None:
+    def __init__(self, groups: Sequence[VllmGroup], layers: dict[str, Any], every: int = 1) -> None:
         self._layers: list[tuple[Any, _Layer]] = []
         for group in groups:
             for name in group.layers:
@@ -46,7 +46,7 @@ class OutputCalls:
                     made = looks_back(getattr(layer.impl, "sliding_window", None))
                     windows = tuple(dict.fromkeys((group.window, group.window if made is None else made)))
                     self._layers.append((layer, _Layer(group, layer_number(name), windows, found)))
-        self._checks = OutputChecks()
+        self._checks = OutputChecks(every)
         self._step: Step | None = None
         self._slots: dict[int, Any] = {}  # by group, of the step
 

@@ -64,7 +64,8 @@ class VllmRecording:
             layout.keeps_elsewhere(*(storage.num_pages for storage in storages))
         self.attention = AttentionReader(runner, layout.groups, len(layout.all_groups))
         self.windows = WindowCalls(layout.groups)
-        self.outputs = OutputCalls(layout.groups, runner.vllm_config.compilation_config.static_forward_context)
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        self.outputs = OutputCalls(layout.groups, layers, settings.outputs_every)
         layout.not_watched += not_watched(runner, layout, self.attention, members)
         no_history = why_no_slots(layout, scheduler, settings)
         if no_history:

@@ -167,4 +167,4 @@ def test_an_output_that_nothing_explains_is_found(scene: Scene) -> None:
     found = _decode(scene, 4, 8, outputs=outputs, outputs_compared=2)
     rows = scene.judge("attention_output")
     assert told(rows) == [(2, 7, -1, 1, json.dumps([found]))]
-    assert "attention of layer 0 gave for the token at position 4" in rows[0]["detail"]
+    assert "what attention gave in layer 0 for the token at position 4 is no weighted mean" in rows[0]["detail"]
