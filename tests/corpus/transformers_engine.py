@@ -542,6 +542,46 @@ def own_requests(setup: str) -> list:
             ask("d", system + random_prompt(593, 27), 18, 16),
             ask("e", random_prompt(594, 12), 22, 21),
         ]
+    if setup == "hybrid-every-row":  # of which the long ones come in several chunks, beside others
+        return [
+            ask("a", random_prompt(610, 15), 40),
+            ask("b", random_prompt(611, 94), 18, 3),
+            ask("c", random_prompt(612, 27), 26, 8),
+            ask("d", random_prompt(613, 76), 12, 17),
+        ]
+    if setup == "glm-partial":  # some of which begin alike, and go on where others have left off
+        return [
+            ask("a", system + random_prompt(620, 11), 18),
+            ask("b", random_prompt(621, 33), 36, 1),
+            ask("c", system + random_prompt(622, 7), 22, 9),
+            ask("d", random_prompt(623, 58), 14, 21),
+            ask("e", system + random_prompt(624, 16), 12, 27),
+        ]
+    if setup == "offload-lost-loads":  # two of which are stored, and asked again when a part of the one is lost
+        first, second = random_prompt(630, 47), random_prompt(631, 35)
+        return [
+            ask("a", first, 9),
+            ask("b", random_prompt(632, 24), 50, 1),
+            ask("c", second, 12, 4),
+            ask("d", second + random_prompt(633, 6), 14, 21),
+            ask("e", first + random_prompt(634, 5), 18, 26),
+            ask("f", random_prompt(635, 13), 16, 29),
+        ]
+    if setup == "llama-strided-page16":  # that run on for long, some behind what others have left
+        return [
+            ask("a", random_prompt(640, 37), 40),
+            ask("b", system + random_prompt(641, 13), 28, 3),
+            ask("c", random_prompt(642, 82), 20, 9),
+            ask("d", system + random_prompt(643, 22), 16, 18),
+        ]
+    if setup == "llama-same-ids":  # one behind the other, while most of those before still run
+        return [
+            ask("a", system + random_prompt(650, 6), 38),
+            ask("b", random_prompt(651, 41), 36, 1),
+            ask("c", random_prompt(652, 22), 30, 4),
+            ask("d", random_prompt(653, 28), 34, 11),
+            ask("e", system + random_prompt(654, 15), 14, 20),
+        ]
     return []
 
 
@@ -751,6 +791,44 @@ def kept_blocks(keys: list[int], hit: int) -> list[int]:
     return [KEPT[key] for key in keys]
 
 
+LOST: set[int] = set()  # the host's blocks that cannot be read
+
+
+def failed_loads(hosts: list[int]) -> list[int]:
+    """Return those of the host's blocks that could not be loaded, as the scheduler is told."""
+    return [block for block in hosts if block in LOST]
+
+
+def loses(request: str, place: int) -> None:
+    """Have one of the blocks that are kept of a request never come back from the host: behind `keeps_on_host`."""
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+    from transformers.generation.continuous_batching.scheduler import Scheduler
+
+    finish, restore = Scheduler.finish_request, OffloadingManager.restore_scheduled_requests
+
+    def finish_request(scheduler, request_id: str) -> None:
+        kept = len(KEPT)
+        finish(scheduler, request_id)
+        if request_id == request and len(KEPT) > kept:
+            LOST.add(list(KEPT.values())[kept + place])
+
+    def restore_scheduled_requests(manager, requests_in_batch) -> None:
+        ((name, allocator),) = manager.cache.cache_allocators.items()
+        blocks: list[int] = []
+        for future in requests_in_batch:
+            if future.state.is_cpu_offloaded:
+                stored = manager._request_id_to_cpu_blocks[future.state.request_id][name]
+                table = allocator.block_table[future.state.request_id]
+                blocks += [block for host, block in zip(stored, table, strict=False) if host in LOST]
+        had = allocator._copy_view[blocks]
+        restore(manager, requests_in_batch)
+        if blocks:
+            allocator._copy_view[blocks] = had
+
+    Scheduler.finish_request = finish_request
+    OffloadingManager.restore_scheduled_requests = restore_scheduled_requests
+
+
 def keeps_on_host(of: set[str], front: int) -> None:
     """Have the full blocks of some requests kept on the host when they have ended, those behind the first `front` of them
     no longer on the device, and loaded by whoever begins alike.
@@ -798,6 +876,10 @@ def keeps_on_host(of: set[str], front: int) -> None:
         keys, hit = keys_of(state.initial_tokens[:-1], size), state.position_offset // size
         while keys and keys[-1] not in KEPT:
             keys.pop()
+        hosts = [KEPT[key] for key in keys] if LOST else []
+        failed = failed_loads(hosts)
+        if failed:  # what is behind them is computed
+            del keys[hosts.index(failed[0]) :]
         if not fresh or len(keys) <= hit:
             return tokens
         hits[state.request_id], state.is_cpu_offloaded = hit, True
@@ -951,6 +1033,26 @@ def by_address() -> None:
         pool.free_sectors.reverse()
 
     CachePool.reset = from_the_lowest
+
+
+def glm():
+    """Return three full-attention layers whose keys and queries are turned in their first half alone."""
+    from transformers import GlmConfig
+
+    return GlmConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=[511],
+        bos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
 
 
 def generate(setup: str, folder: Path) -> None:
@@ -1150,7 +1252,29 @@ def generate(setup: str, folder: Path) -> None:
     if setup == "qwen-interleaved-page16":
         batching = {"num_blocks": 40, "max_batch_tokens": 44}
         by_address()
+    if setup == "hybrid-every-row":
+        batching = {"num_blocks": 70, "max_batch_tokens": 30}
+    if setup == "glm-partial":
+        batching = {"num_blocks": 60, "max_batch_tokens": 48}
+    if setup == "offload-lost-loads":
+        batching |= {"num_blocks": 58, "max_batch_tokens": 46}
+        keeps_on_host({"a", "c"}, 0)
+        loses("a", 3)
+    if setup == "llama-strided-page16":
+        batching = {"num_blocks": 34, "max_batch_tokens": 52}
+    if setup == "llama-same-ids":
+        batching = {"num_blocks": 66, "max_batch_tokens": 40}
     model = gemma3() if "hybrid" in setup else qwen3() if "qwen" in setup else llama()
+    if setup == "glm-partial":
+        model = glm()
+    shapes = {  # other than the usual ones
+        "hybrid-every-row": {"sliding_window": 24},
+        "offload-lost-loads": {"head_dim": 32},
+        "llama-strided-page16": {"num_hidden_layers": 3, "num_key_value_heads": 4},
+        "llama-same-ids": {"num_key_value_heads": 1},
+    }
+    for name, value in shapes.get(setup, {}).items():
+        setattr(model, name, value)
     sharp = ("hybrid-clamped", "offload-qwen-suspends", "few-qwen-outgrown", "llama-places", "qwen-goes-on")
     sharp += ("hybrid-cancels", "qwen-sleeps", "offload-hybrid-brief")
     sharp += ("qwen-refit", "qwen-one-left", "offload-hybrid-shorter", "offload-stages")
@@ -1163,6 +1287,8 @@ def generate(setup: str, folder: Path) -> None:
     sharp += ("llama-stretched", "offload-qwen-rebaked")
     sharp += ("llama-copies", "few-qwen-states", "offload-qwen-chunks", "hybrid-overlaps")
     sharp += ("llama-mixed-adapters", "qwen-interleaved-page16")
+    sharp += ("hybrid-every-row", "glm-partial", "offload-lost-loads")
+    sharp += ("llama-strided-page16", "llama-same-ids")
     if setup in sharp:
         model.initializer_range, model.tie_word_embeddings = 0.3, False  # so that attention is seen in the answers
     sequences = 2 if setup.startswith("forks") else 1

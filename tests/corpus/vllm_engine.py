@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE), str(CONFORMANCE)]
 sys.path.append(str(HERE.parent / "conformance"))
 
 from forking import fork, wait_for  # noqa: E402
-from vllm_setups import SETUPS, TELLING, Asked  # noqa: E402
+from vllm_setups import PICTURE, SETUPS, TELLING, Asked  # noqa: E402
 
 
 def fired_in(forward: list[int]):
@@ -175,6 +175,13 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
             size, way = llm.llm_engine.model_config.get_hidden_size(), -1 if number == 1 else 1
             drawn = torch.randn(640, size, generator=torch.Generator().manual_seed(19))
             given = [{"prompt_embeds": way * drawn[prompt]} for prompt in batch]
+        if setup == "qwen-embeds-pictures":  # of tokens from 600 on each is a part of a picture
+            import torch
+
+            size = llm.llm_engine.model_config.get_hidden_size()
+            drawn = torch.randn(640, size, generator=torch.Generator().manual_seed(23))
+            drawn[600:, -1] = PICTURE
+            given = [{"prompt_embeds": drawn[prompt]} for prompt in batch]
         if setup == "llama-streaming-turns" and number == 1:  # goes on behind the first turns, their last tokens too
             given = [
                 {"prompt_token_ids": asked + answer[: 64 - len(asked)] + prompt}

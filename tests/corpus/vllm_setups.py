@@ -93,7 +93,14 @@ TELLING = (
     "sliding-guesses",
     "qwen-histories",
     "recurrent-refits",
+    "llama-eagle-reserves",
+    "qwen-loads-appends",
+    "sliding-ragged",
+    "delta-mixes",
+    "qwen-embeds-pictures",
+    "llama-loads-epochs",
 )
+PICTURE = 9.0  # in the last dimension of what stands for a part of a picture, where a prompt has pictures
 
 
 class Asked:
@@ -1857,3 +1864,112 @@ def _recurrent_refits(ask: Asked) -> Batches:
         [longer[1][:65] + ask.tokens(11), ask.tokens(30), ask.shared[:66] + ask.tokens(9)],
         [longer[0][:67] + ask.tokens(26), ask.tokens(52), longer[2][:34] + ask.tokens(15)],
     ]
+
+
+@setup(
+    "llama-eagle-reserves",
+    "llama",
+    {
+        "speculative_config": {**EAGLE["speculative_config"], "num_speculative_tokens": 4},
+        "max_num_batched_tokens": 126,
+        "num_gpu_blocks_override": 41,
+        "max_num_seqs": 3,
+    },
+    more=14,
+)
+def _llama_eagle_reserves(ask: Asked) -> Batches:
+    """Prompts of three blocks and more, and then shorter ones in their rows, some of which begin as they do."""
+    longer = [ask.shared + ask.tokens(41), ask.tokens(119), ask.tokens(97)]
+    return [
+        longer,
+        [ask.tokens(31), ask.shared[:66] + ask.tokens(29), ask.tokens(63)],
+        [longer[1][:97] + ask.tokens(8), longer[0] + ask.tokens(10), longer[2][:65] + ask.tokens(20)],
+    ]
+
+
+@setup(
+    "qwen-loads-appends",
+    "qwen",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 168,
+        "num_gpu_blocks_override": 33,
+        "max_num_seqs": 2,
+    },
+)
+def _qwen_loads_appends(ask: Asked) -> Batches:
+    """Prompts of whole blocks and one token, that come when their first block or two are there and the others are kept."""
+    first, second = ask.tokens(161), ask.shared + ask.tokens(66)
+    return [
+        [first, second, ask.tokens(50)],
+        [first[:37], ask.tokens(20), first[:129], second[:75]],
+        [second[:69], ask.tokens(43), second[:129], first[:97] + ask.tokens(15)],
+    ]
+
+
+@setup("sliding-ragged", "sliding", {"max_num_batched_tokens": 118, "num_gpu_blocks_override": 46, "max_num_seqs": 3})
+def _sliding_ragged(ask: Asked) -> Batches:
+    """Prompts of a chunk that is shorter than the window, of one that is longer, and of two."""
+    return [
+        [ask.tokens(34), ask.tokens(71), ask.shared + ask.tokens(76)],
+        [ask.shared + ask.tokens(23), ask.tokens(102), ask.shared[:66] + ask.tokens(30)],
+    ]
+
+
+@setup(
+    "delta-mixes",
+    "qwen3_next",
+    {
+        "dtype": "bfloat16",
+        "mamba_ssm_cache_dtype": "float32",  # in the same memory as keys and values of sixteen bits
+        "max_num_batched_tokens": 150,
+        "num_gpu_blocks_override": 34,
+        "max_num_seqs": 3,
+    },
+)
+def _delta_mixes(ask: Asked) -> Batches:
+    """Prompts whose blocks go around between layers that keep states and others, some of which come again with other ends."""
+    longer = [ask.shared + ask.tokens(84), ask.tokens(137), ask.tokens(52)]
+    return [
+        longer,
+        [longer[0][:140] + ask.tokens(11), ask.tokens(66), longer[1] + ask.tokens(9)],
+        [ask.tokens(31), longer[0] + ask.tokens(18), ask.tokens(90)],
+    ]
+
+
+@setup(
+    "qwen-embeds-pictures",
+    "qwen",
+    {
+        "enable_prompt_embeds": True,
+        "max_num_batched_tokens": 94,
+        "num_gpu_blocks_override": 57,
+        "max_num_seqs": 4,
+    },
+)
+def _qwen_embeds_pictures(ask: Asked) -> Batches:
+    """Prompts of a text, a picture and a question: ten tokens of each picture, over and over, numbered from 600 on."""
+    pictures = [[600 + 10 * one + part % 10 for part in range(36)] for one in range(3)]
+    text = ask.shared[:40]
+    return [
+        [text + pictures[0] + ask.tokens(14), ask.tokens(45), text + ask.tokens(27)],
+        [text + pictures[0] + ask.tokens(22), text + pictures[1] + ask.tokens(17), ask.tokens(33)],
+        [text + pictures[2] + ask.tokens(9), text + pictures[1] + ask.tokens(25)],
+    ]
+
+
+@setup(
+    "llama-loads-epochs",
+    "llama",
+    {
+        "kv_transfer_config": LOADS,
+        "max_num_batched_tokens": 190,
+        "num_gpu_blocks_override": 12,
+        "max_num_seqs": 3,
+    },
+    more=30,
+)
+def _llama_loads_epochs(ask: Asked) -> Batches:
+    """Prompts that are of one length and grow together until there is no room for all, and then two at a time."""
+    first = [ask.tokens(62), ask.tokens(62), ask.shared[:62]]
+    return [first, [ask.tokens(20), first[2][:40] + ask.tokens(4)], [first[0][:36] + ask.tokens(9), ask.tokens(25)]]

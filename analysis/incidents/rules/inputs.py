@@ -398,4 +398,5 @@ def attention_seq_len_wrong(cluster: Cluster) -> Diagnosis | None:
         "select forward, request_id, prefix_len, extend_len, attention_seq_len, attention_query_len "
         f"from forward_requests where event = {sign.event}"
     )
-    return cluster.diagnosis(0.9, said, sign, queries=(asked, events_query(sign.evidence)), cause=sign.event)
+    score = 0.9 if cluster.finding("wrong_window") is None else 0.5
+    return cluster.diagnosis(score, said, sign, queries=(asked, events_query(sign.evidence)), cause=sign.event)

@@ -174,6 +174,8 @@ def _by_what_was_fed(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("write", ("slot_mapping", "shared_page_written"))
     if "attention_output" in kinds and not _content(cluster):
         return Likely("read", ("attention_table_overwritten", "attention_seq_len_wrong", "window_read_wrong"))
+    if {"attention_lens", "wrong_window"} <= kinds:  # tokens before the window, and none of some within it
+        return Likely("read", ("window_read_wrong", "attention_seq_len_wrong"))
     if "attention_lens" in kinds:
         return Likely("input", _POSITIONS) if seen.positions else Likely("read", ("attention_seq_len_wrong",))
     return None
