@@ -54,7 +54,7 @@ def _rows(
     header: TraceHeader, *, seen: int = 10, settings: dict[str, object] | None = None, samples: Int64Array | None = None
 ) -> list[Watched]:
     figures = no_figures(header)
-    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0, seen, 10]
+    figures[:] = [10, seen, seen, seen, seen, seen, 100, 0, seen, 10, seen]
     return coverage(
         header,
         figures,
@@ -137,14 +137,15 @@ def test_what_no_forward_showed_is_named_for_each_runner() -> None:
         groups=(_group(), _group("draft", runner=1)), runners=(Runner(), Runner(name="draft", derived=("positions",)))
     )
     figures = no_figures(header)
-    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0, 10]
-    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0, 8]
+    figures[0] = [10, 10, 10, 10, 10, 10, 100, 3, 0, 10, 10]
+    figures[1] = [8, 4, 8, 0, 8, 8, 80, 0, 0, 8, 2]
     given = {"recorded": 20, "judged": 18, "entries_read": 50, "unknown_entries": 5, "settings": SETTINGS}
     rows = coverage(header, figures, no_samples(header), TOLD, **given)
     words = not_watched(rows)
     assert "2 of 20 forwards, which were left out" in words
     assert "KV bytes of prefixes in 4 of 8 forwards of draft" in words
     assert "what attention was given of draft" in words
+    assert "what came out of attention in 6 of 8 forwards of draft" in words
     assert "positions (derived) of draft" in words
     assert "3 of 180 input tokens, which are unknown" in words
     assert "5 of 50 slots read: nobody knows what they must hold" in words
