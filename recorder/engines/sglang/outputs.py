@@ -51,6 +51,8 @@ class AttentionOutputs:
     def _hook(self, part: Any, runner: RunnerLayout, sliding: Any) -> Hook:
         import torch
 
+        wide = (torch.float32, torch.float16, torch.bfloat16)  # of 8 bits the scales decide what is read
+
         def on_layer(query: Any, _k: Any, _v: Any, layer: Any, batch: Any, *_: Any, **more: Any) -> Finish | None:
             window = sliding is not None and sliding.get(layer.layer_id, (0, False))[1]
             group = runner.groups.get("swa" if window else "full")
@@ -61,7 +63,7 @@ class AttentionOutputs:
                 return None
             keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
             as_given = keys.dim() == 3 and tuple(keys.shape[1:]) == (layer.tp_k_head_num, layer.qk_head_dim)
-            if not as_given or keys.dtype != query.dtype or values.shape[:2] != keys.shape[:2]:
+            if not as_given or keys.dtype not in wide or values.shape[:2] != keys.shape[:2]:
                 return None
             query = query.detach().reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).clone()
 
