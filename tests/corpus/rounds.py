@@ -397,8 +397,8 @@ ROUND_NOTES = (
     (
         "97ad84a1",
         (
-            "Chosen as those of the rounds before, in vLLM and transformers, each in a setup of its own; the first round whose adapters have what comes out of attention from the start. "
-            "None was wrong with 0.7 or more. One was found clean: a leak where a connector holds blocks back, of which there is no slot history. One more is left out: its engine puts pictures "
+            "Chosen as those of the rounds before, in vLLM, SGLang and transformers, each in a setup of its own; the first round whose adapters have what comes out of attention from the start. "
+            "None was wrong with 0.7 or more. Two were found clean: a leak where a connector holds blocks back, of which there is no slot history, and a state that is wrong when it is left. One more is left out: its engine puts pictures "
             "in for tokens and its adapter is told that there are none, so that its clean run is called corrupt, too."
         ),
     ),

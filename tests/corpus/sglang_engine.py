@@ -458,6 +458,7 @@ def generate(setup: str, folder: Path) -> None:
         "recurrent-ubatches",
         "recurrent-joined",
         "recurrent-remapped",
+        "recurrent-blocks",
     ):
         enlarge_states()
     if setup in TELLING:
@@ -507,6 +508,8 @@ def generate(setup: str, folder: Path) -> None:
         if "flushed" in setup
         else [[prompt] for prompt in prompts] * 3
         if "twice" in setup
+        else (prompts[:2], prompts[2:4], prompts[4:]) * 2
+        if "again" in setup
         else (prompts[:2], prompts[2:4], [], prompts[4:], [])
         if setup.startswith("llama-host")
         else ()

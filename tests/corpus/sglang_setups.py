@@ -642,6 +642,47 @@ def _llama_page4_briefs(ask: Asked) -> None:
     ask.again = [ask.prompts[0] + ask.tokens(7), ask.tokens(24), ask.prompts[1] + ask.tokens(5), ask.prompts[4]]
 
 
+def _hybrid_page2_spans(ask: Asked) -> None:
+    """Prompts of one chunk to three, and some that leave them on the way and are longer than a window from there."""
+    ask.prompts = [ask.tokens(count) for count in (58, 23, 71)]
+    ask.again = [ask.prompts[0][:44] + ask.tokens(21), ask.tokens(39), ask.prompts[1] + ask.tokens(18)]
+
+
+def _recurrent_blocks(ask: Asked) -> None:
+    """Prompts of two chunks, and others that leave them behind the first, or go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (52, 19, 54, 12)]
+    ask.again = [
+        ask.prompts[0][:48] + ask.tokens(7),
+        ask.tokens(23),
+        ask.prompts[1] + ask.tokens(4),
+        ask.prompts[2][:50] + ask.tokens(5),
+        ask.prompts[0] + ask.tokens(3),
+    ]
+
+
+def _llama_host_page8_halves_again_storage(ask: Asked) -> None:
+    """Prompts of more than a chunk, two at a time, all of which come again when others have taken their slots."""
+    ask.prompts = [ask.tokens(ask.rng.randrange(42, 58)) for _ in range(6)]
+
+
+def _qwen3_overlap_page2_mixed(ask: Asked) -> None:
+    """Prompts of one chunk and of two, computed beside decodes, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (19, 33, 12, 45, 24, 16)]
+    ask.again = [ask.prompts[1] + ask.tokens(5), ask.tokens(38), ask.prompts[0] + ask.tokens(9), ask.tokens(27)]
+
+
+def _llama_page16_wraps_retract(ask: Asked) -> None:
+    """Prompts of several pages each, and some that go on behind whole pages of them."""
+    ask.prompts = [ask.tokens(count) for count in (37, 52, 21, 66, 44)]
+    ask.again = [ask.prompts[1] + ask.tokens(8), ask.tokens(40), ask.prompts[3][:48] + ask.tokens(12), ask.prompts[4]]
+
+
+def _qwen3_page16_groups(ask: Asked) -> None:
+    """Prompts of more than a page, which are answered three at a time, and some that go on behind them."""
+    ask.prompts = [ask.tokens(count) for count in (35, 18, 50, 27)]
+    ask.again = [ask.prompts[0] + ask.tokens(11), ask.tokens(22), ask.prompts[2][:32] + ask.tokens(9)]
+
+
 # Model, slots of a page, slots, overlapped scheduling, requests at a time, whether some are retracted now and then.
 SETUPS = {
     "llama": Setup("llama", 1, 512, False, 4, False),
@@ -780,6 +821,14 @@ SETUPS = {
     "qwen3-page8-slept": Setup("qwen3", 8, 480, False, 3, False, then=_qwen3_page8_slept),
     "recurrent-remapped": Setup("lfm2", 1, 452, False, 3, False, then=_recurrent_remapped),
     "llama-page4-briefs": Setup("llama", 4, 504, False, 3, False, then=_llama_page4_briefs),
+    "hybrid-page2-spans": Setup("mellum_hybrid", 2, 476, False, 3, False, then=_hybrid_page2_spans),
+    "recurrent-blocks": Setup("lfm2", 1, 460, False, 3, False, then=_recurrent_blocks),
+    "llama-host-page8-halves-again-storage": Setup(
+        "llama", 8, 176, False, 2, False, then=_llama_host_page8_halves_again_storage
+    ),
+    "qwen3-overlap-page2-mixed": Setup("qwen3", 2, 424, True, 4, False, then=_qwen3_overlap_page2_mixed),
+    "llama-page16-wraps-retract": Setup("llama", 16, 544, False, 3, True, then=_llama_page16_wraps_retract),
+    "qwen3-page16-groups": Setup("qwen3", 16, 576, False, 3, False, then=_qwen3_page16_groups),
 }
 # Whose weights are made large enough for attention to be seen in the answers; where they are made up, it is not.
 TELLING = (
@@ -844,4 +893,10 @@ TELLING = (
     "qwen3-page8-slept",
     "recurrent-remapped",
     "llama-page4-briefs",
+    "hybrid-page2-spans",
+    "recurrent-blocks",
+    "llama-host-page8-halves-again-storage",
+    "qwen3-overlap-page2-mixed",
+    "llama-page16-wraps-retract",
+    "qwen3-page16-groups",
 )
