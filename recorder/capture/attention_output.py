@@ -80,6 +80,11 @@ class OutputChecks:
         self._left, self._searches, self._found, self._compared = self._most, MAX_SEARCHES, [], 0
         return taken
 
+    def wanted(self) -> bool:
+        """Say whether the forward is one that is looked at, of which a layer is about to run."""
+        self._begun = True
+        return self._every > 0 and not self._forwards % self._every
+
     def look(
         self,
         call: AttentionCall,
@@ -96,8 +101,7 @@ class OutputChecks:
         A token reads so many positions before its own as one of `windows` says, 0: all. `ways`: the requests with their slots,
         more than once if the engine may number these otherwise.
         """
-        self._begun = True
-        if not self._every or self._forwards % self._every:
+        if not self.wanted():
             return
         looked = [_looked_at(one, self._number) for one in ways[0]]
         positions = sum(one.prefix + token + 1 for one, tokens in zip(ways[0], looked, strict=True) for token in tokens)

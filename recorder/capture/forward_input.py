@@ -108,7 +108,7 @@ class AttentionInput:
             look, `[bs]`; negative where it was not observed. Of an engine whose `reads` do not say it.
         token_counts: by group, at how many positions before its own each token of this forward was seen to look, `[T]`;
             negative where it was not observed. Of an engine whose `reads` say the same of the first tokens alone.
-        outputs: tokens whose output shows that attention read something else than it ought to (`attention_output.reads_of`).
+        outputs: tokens whose output shows that attention read something else than it ought to (`OutputChecks`).
         outputs_compared: of how many tokens the output was held against what they were to read, over layers.
     """
 
@@ -213,9 +213,7 @@ class CopiedForward:
     attention_groups: set[int] = field(default_factory=set)  # groups of which the slots that attention gets were read
     windows: dict[str, Int64Array] = field(default_factory=dict)  # event columns: reads that are not the window's
     window_watched: int = 0  # sliding groups whose reads were compared with their window
-    outputs: dict[str, Int64Array] = field(
-        default_factory=dict
-    )  # event columns: what attention gave, and nothing explains
+    outputs: dict[str, Int64Array] = field(default_factory=dict)  # event columns: outputs that nothing explains
     outputs_watched: int = 0  # tokens, over layers, whose output was held against what they were to read
     recurrent: dict[str, Int64Array] = field(default_factory=dict)  # event columns
     # Of each of the runner's state pools what a device has found, `[3, bs]`: slots, hashes before and after.

@@ -184,6 +184,7 @@ def test_of_so_many_forwards_one_is_looked_at(every: int, looked: list[int]) -> 
     for forward in range(5):
         call, requests = engine.call([(4, 1)])
         for layer in (0, 1):
+            assert checks.wanted() == (forward in looked)
             checks.look(call, [requests], engine.read, KV_HEADS, group=0, layer=layer, windows=(0,))
         found_in += [forward] * bool(checks.take()[1])
         checks.take()  # between two forwards

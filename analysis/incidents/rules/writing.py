@@ -232,7 +232,7 @@ def pad_slot_wraps(cluster: Cluster) -> Diagnosis | None:
     return cluster.diagnosis(0.95 if padded else 0.6, said, sign, *padded[-3:])
 
 
-def written_as_beside(cluster: Cluster, sign: Sign, change: Fact) -> bool:
+def _written_as_beside(cluster: Cluster, sign: Sign, change: Fact) -> bool:
     """Whether a slot that its request had written came to hold what the very forward wrote to one other slot, and few did."""
     group, slot = change.twin
     own = cluster.wrote(sign)
@@ -254,7 +254,7 @@ def pad_rows_keep_last_blocks(cluster: Cluster) -> Diagnosis | None:
             continue
         if padded is None:
             change = cluster.last(other, "changed")
-            if change is not None and written_as_beside(cluster, other, change):
+            if change is not None and _written_as_beside(cluster, other, change):
                 said = f"{other.place}, which {other.reader} read in {other.when}, got in event {change.event} what that forward wrote to slot "
                 said += f"{change.twin[1]}, as if a row behind its batch had written it there, too"
                 last = other.slot == cluster.groups[cluster.group(other)].num_slots - 1  # to which -1 leads

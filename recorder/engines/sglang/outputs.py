@@ -20,7 +20,7 @@ from .forward import mode_of, prefix_and_extend
 from .layers import ROW_READERS, attention_parts
 from .layout import RunnerLayout, SglangLayout, own_slots
 
-_MODES: Final = ("extend", "decode", "mixed")
+_MODES: Final = ("EXTEND", "DECODE", "MIXED")  # not a diffusion's, whose tokens see those behind them
 _OWN: Final = "DECODER"  # the kind of attention that reads a request's own past
 
 
@@ -56,7 +56,8 @@ class AttentionOutputs:
         def on_layer(query: Any, _k: Any, _v: Any, layer: Any, batch: Any, *_: Any, **more: Any) -> Finish | None:
             window = sliding is not None and sliding.get(layer.layer_id, (0, False))[1]
             group = runner.groups.get("swa" if window else "full")
-            if group is None or mode_of(batch.forward_mode) not in _MODES or not _is_plain(layer, batch, more):
+            plain = batch.forward_mode.name in _MODES and _is_plain(layer, batch, more)
+            if group is None or not plain or not self._checks.wanted():
                 return None
             pool: Any = getattr(part, "token_to_kv_pool", None) or getattr(batch, "token_to_kv_pool", None)
             if not hasattr(pool, "get_key_buffer"):

@@ -34,8 +34,7 @@ class OutputCalls:
 
     def on_given(self, layer: int, states: Any) -> None:
         """Take K and V that the cache gives a layer, `[1, kv heads, keys, dim]` each."""
-        if self._keys_of(layer) is not None:  # else it would be kept in memory for nothing
-            self._given = layer, states[0], states[1]
+        self._given = layer, states[0], states[1]
 
     def on_attention(self, module: Any, query: Any, said: dict[str, Any]) -> Finish | None:
         """Look at what a layer's attention is about to give for `query` `[1, heads, at least T, dim]`."""
@@ -43,7 +42,7 @@ class OutputCalls:
         layer = int(getattr(module, "layer_idx", -1))
         found = self._keys_of(layer)
         weighs = any(said.get(name) is not None or getattr(module, name, None) is not None for name in _WEIGHS)
-        if found is None or weighs or query.shape[0] != 1:
+        if found is None or weighs or query.shape[0] != 1 or not self._checks.wanted():
             return None
         layout, keys = found
         requests = _requests(keys)

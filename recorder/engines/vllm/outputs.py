@@ -88,6 +88,8 @@ class OutputCalls:
             or query.shape[0] < tokens
         ):
             return None
+        if not self._checks.wanted():
+            return None
         query = query[:tokens].detach().clone()
 
         def read(slots: Int64Array, head: int) -> tuple[Any, Any]:

@@ -127,6 +127,7 @@ def test_of_a_pool_with_numbers_of_its_own_either_is_right() -> None:
         {"xai_temperature_len": 7},
         {"extra": {"sinks": np.ones(4)}},
         {"mode": "TARGET_VERIFY"},
+        {"mode": "DLLM_EXTEND"},
         {"tp_k_head_num": 4},
     ],
 )
