@@ -19,6 +19,7 @@ UNEXPLAINED: Final = -1
 # By how much of its values' weighed lengths an output may be off, in units of what its type tells apart of 1.
 _ROUNDING: Final = 8
 _LEAST: Final = 1e-3
+_STEPS: Final = 2  # and by how many of the smallest steps of its type each of its values
 MAX_POSITIONS: Final = 1 << 14  # of a forward that are looked at, all tokens and layers together
 MAX_SEARCHES: Final = 16  # of a forward, for what an output is the mean of instead
 
@@ -173,7 +174,9 @@ class _Output:
     def __init__(self, call: AttentionCall, token: int, head: int) -> None:
         self._query, self._output = call.query[token, head].float(), call.output[token, head].float()
         self._scale, self._cap = call.scale, call.cap
-        self._tolerance = max(_LEAST, _ROUNDING * _resolution(call.output.dtype))
+        eps, smallest = _resolution(call.output.dtype)
+        self._tolerance = max(_LEAST, _ROUNDING * eps)
+        self._steps = _STEPS * smallest * float(self._output.numel()) ** 0.5
 
     def is_mean(self, rows: _Rows, start: int, end: int) -> bool:
         """Say whether the output is the mean over a run; of what is no number nothing is said."""
@@ -221,10 +224,13 @@ class _Output:
         else:
             total, mean, length = over(weights), over(weights[:, None] * values), over(weights * squares)
         length = (length / total).sqrt().clamp(min=1e-30)
-        return ((mean / total[:, None] - self._output).norm(dim=1) / length).double().numpy()
+        off = ((mean / total[:, None] - self._output).norm(dim=1) - self._steps).clamp(min=0)
+        return (off / length).double().numpy()
 
 
-def _resolution(dtype: Any) -> float:
+def _resolution(dtype: Any) -> tuple[float, float]:
+    """Return what a type tells apart of 1, and its smallest step."""
     import torch
 
-    return float(torch.finfo(dtype).eps)
+    found = torch.finfo(dtype)
+    return float(found.eps), float(found.smallest_normal * found.eps)

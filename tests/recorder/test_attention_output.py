@@ -29,10 +29,10 @@ def told(request: int, start: int, end: int, _position: int) -> tuple[int, int, 
 class Engine:
     """Computes attention as a kernel would, and over other positions if `reads` says so."""
 
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, cap: float = 0.0) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, cap: float = 0.0, size: float = 1.0) -> None:
         self.random, self.cap = np.random.default_rng(seed), cap
         torch.manual_seed(seed)
-        self.keys, self.values = (torch.randn(SLOTS, KV_HEADS, DIM).to(dtype) for _ in range(2))
+        self.keys, self.values = ((size * torch.randn(SLOTS, KV_HEADS, DIM)).to(dtype) for _ in range(2))
 
     def call(
         self, lens: list[tuple[int, int]], reads: Reads = told, window: int = 0
@@ -84,11 +84,12 @@ LENS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, ma
     window=st.integers(0, 9),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     cap=st.sampled_from([0.0, 2.0]),
+    size=st.sampled_from([1.0, 1e-6]),  # of 16 bits the last is but a few steps
 )
 def test_what_is_read_as_it_ought_to_be_is_right(
-    seed: int, lens: list[tuple[int, int]], window: int, dtype: torch.dtype, cap: float
+    seed: int, lens: list[tuple[int, int]], window: int, dtype: torch.dtype, cap: float, size: float
 ) -> None:
-    wrong, compared = found(Engine(seed, dtype, cap), lens, window=window)
+    wrong, compared = found(Engine(seed, dtype, cap, size), lens, window=window)
     assert wrong == []
     assert compared == sum(len({0, 0 % extend, extend - 1}) for _, extend in lens if extend)
 

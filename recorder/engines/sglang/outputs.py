@@ -76,9 +76,11 @@ class AttentionOutputs:
                 if error is None:
                     shaped = output.detach().reshape(-1, layer.tp_q_head_num, layer.v_head_dim)
                     call = AttentionCall(query, shaped, float(layer.scaling), float(layer.logit_cap or 0))
-                    ways, windows = self._requests(runner, group, batch), (self._layout.groups[group].window,)
+                    ways, window = self._requests(runner, group, batch), self._layout.groups[group].window
                     place = {"group": group, "layer": layer.layer_id}
-                    self._checks.look(call, ways, read, int(keys.shape[1]), windows=windows, **place)
+                    self._checks.look(
+                        call, ways, read, int(keys.shape[1]), windows=(window or _own_window(layer),), **place
+                    )
 
             return done
 
@@ -107,6 +109,11 @@ def with_outputs(attention: AttentionInput | None, outputs: AttentionOutputs | N
     if not compared:
         return attention
     return replace(attention or AttentionInput(), outputs=found, outputs_compared=compared)
+
+
+def _own_window(layer: Any) -> int:
+    """Return how many positions before its own a layer's token sees, 0 for all: of a pool that keeps all, the layer alone says it."""
+    return max(int(getattr(layer, "sliding_window_size", None) or 0), 0)
 
 
 def _is_plain(layer: Any, batch: Any, more: dict[str, Any]) -> bool:

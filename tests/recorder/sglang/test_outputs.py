@@ -111,6 +111,12 @@ def test_a_window_that_is_not_kept_to_is_told_of_its_group() -> None:
     assert (read.group, read.request, read.start, read.length) == (1, 0, 0, 7)
 
 
+def test_of_a_pool_that_keeps_all_a_layers_own_window_is_right() -> None:
+    """As Gemma's are without a sliding pool."""
+    assert looked_at(lambda slots: slots[-4:], sliding_window_size=3) == ([], 3)
+    assert len(looked_at(sliding_window_size=3)[0]) > 0
+
+
 def test_of_a_pool_with_numbers_of_its_own_either_is_right() -> None:
     """SGLang 0.5.23 gathers K and V of layers with a window by the numbers of the pool without."""
     lut = (torch.arange(SLOTS) + 5) % SLOTS
