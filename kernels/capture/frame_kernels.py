@@ -51,7 +51,7 @@ TICKET_WORDS: Final = 24
 CARRIED_TILE: tl.constexpr = tl.constexpr(512)  # values a round of the one program that writes a ticket
 
 
-def _kernel(arguments: int) -> Any:
+def device_kernel(arguments: int) -> Any:
     """Make a kernel of one form for all values and alignments of so many arguments; only dtypes make another.
 
     A new form would be compiled on the engine's thread.
@@ -60,7 +60,7 @@ def _kernel(arguments: int) -> Any:
     return triton.jit(do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)
 
 
-@_kernel(3)
+@device_kernel(3)
 def write_ticket_kernel(ticket, memory, numbers, values, carried):
     """Write a ticket: one program, for one forward; `numbers` in the order of its words, the addresses after four of them.
 
@@ -91,7 +91,7 @@ def _count_as_done(ticket, counters):
         tl.store(ticket, before * 0)
 
 
-@_kernel(1)
+@device_kernel(1)
 def begin_kernel(
     ticket, requests, tokens, lens, numbers, HAS_MINUS: tl.constexpr, HAS_EXTEND: tl.constexpr, HAS_LENS: tl.constexpr,
     LUT_INT64: tl.constexpr, TILE: tl.constexpr,
@@ -184,7 +184,7 @@ def _compare_attention(
                 tl.store(entry + 3, got, mask=fits)
 
 
-@_kernel(9)
+@device_kernel(9)
 def attention_kernel(
     ticket, kv_indptr, kv_indices, window_indptr, window_indices, qo_indptr, num_indices, num_window_indices, bs,
     HAS_QO: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr,
@@ -225,7 +225,7 @@ def attention_kernel(
         _count_as_done(ticket, counters_of(ticket))
 
 
-@_kernel(6)
+@device_kernel(6)
 def state_kernel(
     ticket,
     first,
@@ -276,7 +276,7 @@ def state_kernel(
         _count_as_done(ticket, counters_of(ticket))
 
 
-@_kernel(3)
+@device_kernel(3)
 def end_kernel(ticket, bs, num_tokens, TILE: tl.constexpr):
     """Put the bytes that a forward wrote into its frame, values that no model writes, and, if they are watched, its prefix's
     bytes that changed without a write.

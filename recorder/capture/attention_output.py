@@ -116,7 +116,7 @@ class OutputChecks:
         for r, one in enumerate(ways[0]):
             for token in looked[r]:
                 position = one.prefix + token
-                starts = [max(position - window, 0) if window else 0 for window in windows]
+                starts = _starts(position, windows)
                 output = _Output(call, one.first_token + token, head)
                 self._compared += 1
                 right = any(output.is_mean(way[r], start, position + 1) for way in sums for start in starts)
@@ -125,6 +125,29 @@ class OutputChecks:
                 self._searches -= 1
                 place: dict[str, Any] = {"group": group, "layer": layer, "request": r, "position": position}
                 self._found.append(_read(output, ways, sums, starts[0], place))
+
+
+def look_at_one(
+    call: AttentionCall, keys: Any, values: Any, windows: Sequence[int], place: dict[str, int]
+) -> list[OutputRead]:
+    """Return what a single token's output shows, nothing if it is right: of a call with one token and one head.
+
+    `keys` and `values` `[n, dim]` are those of its request's positions, itself included; `place` has `group`, `layer`, `request`
+    and `position`.
+    """
+    position = place["position"]
+    alone = RequestSlots(0, position, np.arange(len(keys), dtype=np.int64))
+    rows, output = _Rows(lambda *_: (keys, values), alone.slots, 0), _Output(call, 0, 0)
+    starts = _starts(position, windows)
+    if any(output.is_mean(rows, start, position + 1) for start in starts):
+        return []
+    found = _read(output, [[alone]], [[rows]], starts[0], {**place, "request": 0})
+    return [found._replace(request=place["request"])]
+
+
+def _starts(position: int, windows: Sequence[int]) -> list[int]:
+    """Return the first position that a token may read, by each of the windows, 0: all."""
+    return [max(position - window, 0) if window else 0 for window in windows]
 
 
 def _looked_at(one: RequestSlots, number: int) -> list[int]:

@@ -17,7 +17,7 @@ from ..writing.outbox import RecorderStats
 from .attention import add_attention
 from .engine_events import EventRecording
 from .forward_event import Submitted, add_submitted, forward_event, written_values
-from .forward_input import AttentionInput, CopiedForward, ForwardInput, copy_forward
+from .forward_input import AttentionInput, CopiedForward, ForwardInput, OutputRead, copy_forward
 from .host_arrays import own_int64, wrapped
 from .kv_layers import KvLayers, Values
 from .kv_shadow import of_runner, store_forward, watch
@@ -209,6 +209,11 @@ class Recorder(EventRecording):
                 return False
             store_forward(forward, self.kv, gathered)
             return True
+
+    def add_outputs(self, forward: CopiedForward, found: Sequence[OutputRead], *, compared: int) -> None:
+        """Add to a forward that a device has captured what attention's outputs show, and how many were compared."""
+        given = AttentionInput(outputs=found, outputs_compared=compared)
+        add_attention(forward, given, self.header, self._numbers)
 
     def values_found(
         self, forward: CopiedForward, found: Mapping[int, BoolArray], tokens: Int64Array | None

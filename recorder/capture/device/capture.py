@@ -27,6 +27,7 @@ from .shadows import DeviceShadows
 
 if TYPE_CHECKING:
     from ....kernels.capture.model_forward import ModelForward
+    from .attention_probe import AttentionProbe
 
 MAX_IN_FLIGHT: Final = 1024
 COUNTERS: Final = MAX_IN_FLIGHT + 1  # rows of them: each frame in flight zeroes the next one's
@@ -138,6 +139,7 @@ class DeviceCapture:
         self.on_not_carried: Callable[[Carried], None] = lambda _: None
         self.on_changed: Callable[[], None] = lambda: None
         self.carries = False  # whether frames have room for it
+        self.probe: AttentionProbe | None = None  # what looks at the first runner's attention
         self._carried_dtype, self._device = torch.int64, self.frames.get_device()
         self._current_stream: Callable[[], Any] | None = CurrentStream(device) if self.on_gpu else None
         self.error_text = error_text  # what may be said of an error
@@ -315,6 +317,7 @@ class DeviceCapture:
             attention=kept.attention,
             parts=parts,
             carried=tuple([(one.record, one.length) for one in carried]),
+            probed=0 if self.probe is None or runner else self.probe.want(number, mode, bs),
         )
 
     def _of_model(self, model: "ModelForward", runner: int, many: bool) -> "_OfModel":
@@ -384,7 +387,13 @@ class DeviceCapture:
             return
         self.pending = self._model = None
         model.end()
-        self.deliver(frame._replace(note=note) if note else frame)
+        self.hand_over(frame._replace(note=note) if note else frame)
+
+    def hand_over(self, frame: FrameInFlight) -> None:
+        """Deliver a frame: all that fills it is launched."""
+        if frame.probed and self.probe is not None:
+            self.probe.over()
+        self.deliver(frame)
 
     def ended(self, _: Any, error: BaseException | None) -> None:
         """As `after`, of a model that has returned, or raised an error."""

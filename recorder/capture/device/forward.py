@@ -163,6 +163,7 @@ class FrameInFlight(NamedTuple):
     note: str = ""  # how the forward failed
     parts: tuple[ForwardPart, ...] = ()  # as `DeviceForward` has it; they are numbered from `number` on
     carried: tuple[tuple[Callable[[Int64Array], None], int], ...] = ()  # what records them, and how many, of each
+    probed: int = 0  # by what a token is known whose attention is looked at, 0 for none
 
     @property
     def last(self) -> int:

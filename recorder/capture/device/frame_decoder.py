@@ -13,7 +13,7 @@ from ....kernels.capture.changes import RowRuns, cells_to_runs
 from ....kernels.capture.frames import STATE_BEFORE, RunnerOnDevice
 from ...trace.header import StateTable, TraceHeader
 from ..forward_event import lut_columns, table_columns, truth_columns
-from ..forward_input import CopiedForward
+from ..forward_input import CopiedForward, OutputRead
 from ..host_arrays import ragged_index, wrapped
 from ..privacy import IdentityValue, chosen_identity
 from ..recorder import Recorder
@@ -239,6 +239,9 @@ class FrameDecoder:
         finally:
             self._capture.release(in_flight)
         self.breathe()
+        outputs = None
+        if in_flight.probed and self._capture.probe is not None:
+            outputs = self._capture.probe.read(in_flight.probed, frame.forward)
         for (record, _), values in zip(in_flight.carried, frame.carried, strict=True):
             record(values)
         if in_flight.fresh:
@@ -254,7 +257,7 @@ class FrameDecoder:
             self._changes.keep(in_flight.runner, frame)
             self._recorder.drop_captured(in_flight.last, self._lost_slots(in_flight, frame))
             self._capture.catch_up(still=True)
-        elif self._put(in_flight, frame):
+        elif self._put(in_flight, frame, outputs):
             self.loss_recorded = False
             self._capture.catch_up(still=False)
         else:  # pass over what is in flight; the next forward of the engine holds everything anew
@@ -274,7 +277,7 @@ class FrameDecoder:
         self._why, self._why_status = note, status
         self.loss_recorded = self._recorder.start_over(note, tables=False, status=status)
 
-    def _put(self, in_flight: FrameInFlight, frame: Frame) -> bool:
+    def _put(self, in_flight: FrameInFlight, frame: Frame, outputs: Sequence[OutputRead] | None) -> bool:
         forward, requests = frame.forward, in_flight.requests
         runner = self._capture.shadows.runners[in_flight.runner]
         out_cache_loc = [np.full(forward.input_ids.size, -1, np.int64)] * len(self._header.tables)
@@ -306,6 +309,8 @@ class FrameDecoder:
             if identity:
                 mine = identity if places is None else chosen_identity(identity, places)
                 one.identity = self._recorder.identity_columns(mine) if mine else {}
+            if outputs is not None and not one.failed:
+                self._recorder.add_outputs(one, _of_places(outputs, places), compared=int(one.number == forward.number))
             self.breathe()
             self.before_each(one)
             if not self._recorder.put_captured(one, content):
@@ -369,6 +374,13 @@ def _forwards(
         )
         content = {g: [rows[tokens] for rows in streams] for g, streams in gathered.items()}
         yield one, content, places.tolist(), tokens
+
+
+def _of_places(outputs: Sequence[OutputRead], places: list[int] | None) -> Sequence[OutputRead]:
+    """Return what outputs say of a part's requests, by their places in the batch, None for all."""
+    if places is None:
+        return outputs
+    return [one._replace(request=places.index(one.request)) for one in outputs if one.request in places]
 
 
 def _of_part(values: Int64Array, number: int) -> Int64Array:

@@ -378,7 +378,8 @@ class DeviceRecorder:
     @property
     def device_bytes(self) -> int:
         """Device memory of shadows and frames; of the engine's own, what waits for the next frame is held beside it."""
-        return self._capture.shadows.bytes + 8 * int(self._capture.frames.shape[0])
+        probe = self._capture.probe
+        return self._capture.shadows.bytes + 8 * int(self._capture.frames.shape[0]) + (probe.bytes if probe else 0)
 
     @property
     def pinned_bytes(self) -> int:

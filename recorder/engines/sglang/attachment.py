@@ -37,6 +37,7 @@ from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
 from .oracle import SglangOracle
+from .probed import ProbedAttention
 from .recording import SglangRecording
 from .recurrent import ASKED
 
@@ -68,7 +69,7 @@ class SglangAttachment(EngineAttachment):
         # The runner that ran last, and what is known of it.
         self._runner: Any = None
         self._layout: RunnerLayout | None = None
-        self._inside = InsideModels(self.fault)
+        self._inside = InsideModels(self.fault, ProbedAttention() if settings.outputs_every else None)
         self.on_capture, self.on_replay = self._inside.on_capture, self._inside.on_replay
         self.cost = StepCost(("on_model", "on_run", "on_result"))
         self._layers = ModelLayers(self.fault, self.cost)

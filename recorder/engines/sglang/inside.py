@@ -18,6 +18,7 @@ from ...capture.device.forward import FrameInFlight
 from ..common.hooking import Around, OnFault, beside, harmless
 from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around, batch_among
+from .probed import ProbedAttention
 from .recurrent import state_indices, state_pool
 from .requests import KnownBatch
 from .rotary import fed_positions
@@ -50,7 +51,7 @@ class Expected:
         if not capture.off:
             for flight in self.in_flight:
                 if flight is not None:
-                    capture.deliver(flight)
+                    capture.hand_over(flight)
 
 
 class InsideModels:
@@ -59,8 +60,9 @@ class InsideModels:
     `on_fault` is called with the part that failed, and how. It is switched off then, and forwards are captured outside.
     """
 
-    def __init__(self, on_fault: OnFault) -> None:
+    def __init__(self, on_fault: OnFault, probed: ProbedAttention | None = None) -> None:
         self._on_fault = on_fault
+        self.probed = probed
         self.off = False
         self._wrapped: dict[int, Any] = {}  # model runners by their ids
         self._with_states: dict[int, bool] = {}
@@ -161,6 +163,8 @@ class InsideModels:
         mode = None if batch is None else MODES.get(batch.forward_mode.name)
         if batch is None or mode is None:
             return None
+        if self.probed is not None:
+            self.probed.before_model(runner, capturing=is_capturing(device))
         fed = fed_positions(runner)
         positions_of = None if fed is None else functools.partial(fed.of, batch, in_graph=runs is not None)
         given = model_input(batch, mode, args, kwargs, positions_of)

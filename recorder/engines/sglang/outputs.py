@@ -56,7 +56,7 @@ class AttentionOutputs:
         def on_layer(query: Any, _k: Any, _v: Any, layer: Any, batch: Any, *_: Any, **more: Any) -> Finish | None:
             window = sliding is not None and sliding.get(layer.layer_id, (0, False))[1]
             group = runner.groups.get("swa" if window else "full")
-            plain = batch.forward_mode.name in _MODES and _is_plain(layer, batch, more)
+            plain = batch.forward_mode.name in _MODES and is_plain(layer, batch, more)
             if group is None or not plain or not self._checks.wanted():
                 return None
             pool: Any = getattr(part, "token_to_kv_pool", None) or getattr(batch, "token_to_kv_pool", None)
@@ -79,7 +79,7 @@ class AttentionOutputs:
                     ways, window = self._requests(runner, group, batch), self._layout.groups[group].window
                     place = {"group": group, "layer": layer.layer_id}
                     self._checks.look(
-                        call, ways, read, int(keys.shape[1]), windows=(window or _own_window(layer),), **place
+                        call, ways, read, int(keys.shape[1]), windows=(window or own_window(layer),), **place
                     )
 
             return done
@@ -111,12 +111,12 @@ def with_outputs(attention: AttentionInput | None, outputs: AttentionOutputs | N
     return replace(attention or AttentionInput(), outputs=found, outputs_compared=compared)
 
 
-def _own_window(layer: Any) -> int:
+def own_window(layer: Any) -> int:
     """Return how many positions before its own a layer's token sees, 0 for all: of a pool that keeps all, the layer alone says it."""
     return max(int(getattr(layer, "sliding_window_size", None) or 0), 0)
 
 
-def _is_plain(layer: Any, batch: Any, more: dict[str, Any]) -> bool:
+def is_plain(layer: Any, batch: Any, more: dict[str, Any]) -> bool:
     """Say whether a layer attends to the past of each request, and weighs it by nothing but queries and keys."""
     kind = getattr(getattr(layer, "attn_type", None), "name", _OWN)
     other = {name for name, value in more.items() if value is not None and name != "save_kv_cache"}

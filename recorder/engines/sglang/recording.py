@@ -83,6 +83,8 @@ class SglangRecording:
             lambda path: open_recorder(path, header, settings, self.layout, model_runners, inside),
         )
         with beginning(self.recorder):
+            if isinstance(self.recorder, DeviceRecorder) and inside.probed is not None:
+                inside.probed.begin(self.recorder, self.layout.runners[id(self.target)], settings.outputs_every)
             self.sweep = RadixCacheWalk(self.target, tree_cache, self.layout, header.sweep_interval, self.recorder)
         self.histories: list[GroupHistory] = []
         self.states = StateHooks(self.recorder, 0, self.target) if self.recorder.header.states else None

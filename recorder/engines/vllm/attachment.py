@@ -14,9 +14,10 @@ from ..common.hooking import Around, Finish, around, beside, while_true, wrap_me
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
 from ..common.requests import request_id_of
 from ..common.stopping import stop_tree
-from .device import step_v1, step_v2
+from .device import on_gpu, step_v1, step_v2
 from .layout import VllmGroup
 from .oracle import VllmOracle
+from .probed import ProbedAttention
 from .recording import VllmRecording
 from .step import read_v1, read_v2
 
@@ -39,6 +40,7 @@ class VllmAttachment(EngineAttachment):
         self._newest: Any = None  # the runner that got its KV cache last
         self._schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # runner -> scheduler
         self._runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # scheduler -> runner
+        self._probed: WeakKeyDictionary[Any, ProbedAttention] = WeakKeyDictionary()
         self._ran_before: WeakSet[Any] = WeakSet()  # runners that were given work and not recorded
         self._started = 0
         self._warming = 0  # calls under way that warm an engine up, one inside another
@@ -72,9 +74,12 @@ class VllmAttachment(EngineAttachment):
         begins = functools.partial(sampled_header, settings=self._settings, windows=self.windows, late=late)
         recording = VllmRecording(runner, self._schedulers.get(runner), self._settings, notes, self._started, begins)
         self._started += 1
+        probed = self._probed.get(runner)
         with beginning(recording.recorder), recording.wraps:
             if late:
                 recording.recorder.begins_late()
+            if probed is not None and recording.on_device is not None:
+                probed.begin(recording.recorder, recording.layout.groups, self._settings.outputs_every)
             if self.windows is not None:
                 self.windows.begun(recording.recorder)
             recording.attach(self.fault, lambda _, error: self.fault("history", error))
@@ -114,6 +119,8 @@ class VllmAttachment(EngineAttachment):
         self.sample(self._settings)
         self._newest = runner
         self.on_shutdown(runner)  # a cache anew: the trace of the one before is over
+        if on_gpu(runner) and self._settings.outputs_every:  # graphs are captured behind this
+            self._probed[runner] = ProbedAttention(runner)
 
     @beside
     def on_warm_up(self, _worker: Any, *_args: Any, **_kwargs: Any) -> Around:
@@ -241,8 +248,10 @@ class VllmAttachment(EngineAttachment):
 
     def on_shutdown(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
         """End a runner's trace with it."""
-        recording = self.recordings.pop(runner, None)
+        recording, probed = self.recordings.pop(runner, None), self._probed.pop(runner, None)
         self.oracles.pop(runner, None)
+        if probed is not None:
+            probed.undo()
         if recording is not None:
             recording.recorder.close()
 

@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,7 +53,17 @@ def is_v1(runner: Any) -> bool:
     return hasattr(runner, "input_batch")
 
 
-def block_tables(runner: Any, groups: Sequence[VllmGroup]) -> list[EngineTable]:
+class HasBlocks(Protocol):
+    """A KV-cache group of vLLM's: its number, and the tokens of a block that is given out."""
+
+    @property
+    def gid(self) -> int: ...  # noqa: D102
+
+    @property
+    def block_size(self) -> int: ...  # noqa: D102
+
+
+def block_tables(runner: Any, groups: Sequence[HasBlocks]) -> list[EngineTable]:
     """Return the block tables that a runner's attention reads, `[requests of a batch, blocks]`, of each group."""
     found = []
     for group in groups:

@@ -128,8 +128,7 @@ def _places(layer: Any, group: VllmGroup) -> tuple[Any, Any] | None:
     kv, impl = cache_of(layer), getattr(layer, "impl", None)
     if kv is None or not is_of_cpu(kv) or type(impl).__name__ != CPU_ATTENTION or not kv.dtype.is_floating_point:
         return None
-    weighs = any(getattr(impl, name, None) is not None for name in ("alibi_slopes", "sinks"))
-    if weighs or getattr(impl, "is_fp8_kv_cache", False) or getattr(impl, "attn_type", _OWN) != _OWN:
+    if not weighs_plainly(impl):
         return None
     if int(kv.shape[3]) != 2 * int(group.spec.head_size):
         return None
@@ -137,6 +136,12 @@ def _places(layer: Any, group: VllmGroup) -> tuple[Any, Any] | None:
         return learnt_places(layer, kv)
     except Exception:  # noqa: BLE001  # another signature: then nothing is known
         return None
+
+
+def weighs_plainly(impl: Any) -> bool:
+    """Say whether a layer's attention weighs a request's own past by queries and keys alone, and keeps no 8-bit values."""
+    weighs = any(getattr(impl, name, None) is not None for name in ("alibi_slopes", "sinks"))
+    return not weighs and not getattr(impl, "is_fp8_kv_cache", False) and getattr(impl, "attn_type", _OWN) == _OWN
 
 
 def learnt_places(layer: Any, kv: Any) -> tuple[Any, Any] | None:

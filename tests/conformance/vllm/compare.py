@@ -144,6 +144,8 @@ def _is_of(row: dict, fault: dict) -> bool:
         return mine and row["kind"] == "write_lost" and row["position"] == fault["position"]
     if kind.startswith("attention"):
         return mine and row["kind"].startswith("attention")
+    if kind == "kernel_window":
+        return row["kind"] == "wrong_window"
     if kind == "late_layer":
         return here and row["kind"] == "layer_changed"
     if kind in VALUE_FAULTS:

@@ -348,13 +348,16 @@ class Injector(LayerFaults, DraftFaults):
         return {"group": group, "position": column * size, "slot": wrong * size, "count": size}
 
 
-def mark_all(labels) -> None:
-    """Leave a fault's ground truth in the traces of all runners of this process."""
+def mark_all(labels) -> bool:
+    """Leave a fault's ground truth in the traces of all runners of this process; return whether there are any."""
     from kvcanary.recorder.engines.vllm import hooks as vllm_hooks
 
+    found = False
     for attachment in vllm_hooks.attachments:
         for recorder in attachment.recorders():
             recorder.mark("injected fault", {**labels, "forward": recorder.next_forward})
+            found = True
+    return found
 
 
 def mark(runner, labels) -> None:

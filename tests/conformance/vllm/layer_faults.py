@@ -2,6 +2,7 @@
 
 WIDE = 1e6  # more than eight bits can hold
 VALUE_FAULTS = ("nan_value", "wide_value")
+KERNEL_WINDOW = 5
 
 
 def install_value_faults(injector, backend=None) -> None:
@@ -23,6 +24,26 @@ def install_value_faults(injector, backend=None) -> None:
         return update(impl, layer, key, value, kv_cache, slots)
 
     backend.do_kv_cache_update = faulty_update
+
+
+def install_kernel_window(backends, mark) -> None:
+    """Have the kernels of these classes read five positions before a token, whatever their layers were made with."""
+    marked = []
+
+    def cut(forward):
+        def faulty_forward(impl, *args, **kwargs):
+            own, impl.sliding_window = impl.sliding_window, (KERNEL_WINDOW, 0)
+            try:
+                return forward(impl, *args, **kwargs)
+            finally:
+                impl.sliding_window = own
+                if not marked and mark({"fault": "kernel_window", "request": -1}):
+                    marked.append(True)
+
+        return faulty_forward
+
+    for backend in backends:
+        backend.forward = cut(backend.forward)
 
 
 class LayerFaults:

@@ -6,7 +6,7 @@ from typing import Any
 
 from draft_faults import install_draft_faults
 from faults import Injector, install_state_faults
-from layer_faults import VALUE_FAULTS, install_value_faults
+from layer_faults import VALUE_FAULTS, install_kernel_window, install_value_faults
 
 
 def install_faults() -> None:
@@ -26,6 +26,13 @@ def install_faults() -> None:
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    if fault == "kernel_window":
+        from faults import mark_all
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+        install_kernel_window((FlashAttentionImpl, TritonAttentionImpl), mark_all)
+        return
     seed = int(os.environ["CONFORMANCE_SEED"])
     if fault.startswith("draft") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         from v2_draft_faults import V2DraftInjector, install_v2_draft_faults

@@ -75,6 +75,9 @@ def _runs() -> tuple[GpuRun, ...]:
                 continue
             name = f"{runner}-{shape}-{fault}"
             found.append(GpuRun(name=name, base="none", runner=runner, fault=fault, seed=7, **SHAPES[shape]))
+        for shape in ("eager", "graphs", "compiled", "graphs-triton"):
+            name = f"{runner}-{shape}-kernel_window"
+            found.append(GpuRun(name=name, base="none", runner=runner, fault="kernel_window", **SHAPES[shape]))
         narrow = {"base": "none", "runner": runner, "attention": "TRITON_ATTN"}
         for shape in ("eager", "graphs"):
             found.append(GpuRun(name=f"{runner}-{shape}-fp8", kv_dtype="fp8", **SHAPES[shape], **narrow))
