@@ -4,7 +4,7 @@ The engine's thread says what is wanted, and that the forward is over; what lays
 adapter. The recorder's thread copies it once the forward's frame is complete, and only then is the next one wanted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ....kernels.capture.attention_probe import (
@@ -129,15 +129,19 @@ class AttentionProbe:
 
     # The recorder's thread.
 
-    def read(self, wanted: int, forward: CopiedForward) -> list[OutputRead] | None:
-        """Return what was wrong of what a forward that has ended laid aside, None if that is nothing which can be judged."""
+    def read(self, wanted: int, forward: CopiedForward, breathe: Callable[[], None]) -> list[OutputRead] | None:
+        """Return what was wrong of what a forward that has ended laid aside, None if that is nothing which can be judged.
+
+        `breathe` is called now and then.
+        """
         try:
-            return self._read(wanted, forward)
+            return self._read(wanted, forward, breathe)
         finally:
             self._is_back = True
 
-    def _read(self, wanted: int, forward: CopiedForward) -> list[OutputRead] | None:
+    def _read(self, wanted: int, forward: CopiedForward, breathe: Callable[[], None]) -> list[OutputRead] | None:
         found = self._memory.found.cpu().tolist()
+        breathe()
         layer, request, length = found[LAYER], found[REQUEST], found[LENGTH]
         if found[FOUND] != wanted or layer not in self._places or request >= forward.rows.size:
             return None
@@ -150,6 +154,7 @@ class AttentionProbe:
         k_dim, v_dim, values_at = one.keys.shape[3], one.values.shape[3], 2 + self._memory.positions
         keys, values = rows[2 : 2 + length].cpu(), rows[values_at : values_at + length].cpu()
         query, output = rows[:2].cpu()
+        breathe()
         call = AttentionCall(query[None, None, :k_dim], output[None, None, :v_dim], one.scale, one.cap)
         group, windows = self._places[layer]
         place = {"group": group, "layer": layer, "request": request, "position": position}

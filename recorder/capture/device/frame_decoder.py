@@ -241,7 +241,7 @@ class FrameDecoder:
         self.breathe()
         outputs = None
         if in_flight.probed and self._capture.probe is not None:
-            outputs = self._capture.probe.read(in_flight.probed, frame.forward)
+            outputs = self._capture.probe.read(in_flight.probed, frame.forward, self.breathe)
         for (record, _), values in zip(in_flight.carried, frame.carried, strict=True):
             record(values)
         if in_flight.fresh:

@@ -21,6 +21,8 @@ from .layers import ROW_READERS, attention_parts
 from .layout import RunnerLayout, SglangLayout, own_slots
 
 _MODES: Final = ("EXTEND", "DECODE", "MIXED")  # not a diffusion's, whose tokens see those behind them
+# What a backend attends by: one that serves recurrent layers, too, calls its part for attention past `forward`.
+ATTENDING: Final = ("forward_extend", "forward_decode")
 _OWN: Final = "DECODER"  # the kind of attention that reads a request's own past
 
 
@@ -41,7 +43,8 @@ class AttentionOutputs:
     def hooks(self) -> Iterator[tuple[Any, str, Hook]]:
         """Yield whose method is to be hooked, its name, and the hook."""
         for part, runner, sliding in self._parts:
-            yield part, "forward", self._hook(part, runner, sliding)
+            for name in ATTENDING:
+                yield part, name, self._hook(part, runner, sliding)
 
     def take(self) -> tuple[list[OutputRead], int]:
         """Return what was read wrongly since the last call, and how many outputs were looked at."""

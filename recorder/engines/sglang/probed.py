@@ -15,7 +15,7 @@ from ..common.probing import ProbeTurns
 from .forward import mode_of
 from .layers import attention_parts
 from .layout import RunnerLayout
-from .outputs import is_plain, own_window
+from .outputs import ATTENDING, is_plain, own_window
 
 _BACKENDS: Final = frozenset({"TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend"})
 _MODES: Final = frozenset({"extend", "decode", "mixed"})
@@ -30,6 +30,7 @@ class ProbedAttention:
         self._turns = ProbeTurns()
         self._windows: dict[int, int] = {}  # of each layer that is known, how far back it looks, 0: all
         self._begun_for: Any = None  # the runner
+        self._waiting: tuple[DeviceRecorder, RunnerLayout, int] | None = None
 
     def before_model(self, runner: Any, *, capturing: bool) -> None:
         """Hook a runner's attention, the first time that its model runs."""
@@ -42,7 +43,7 @@ class ProbedAttention:
 
     def begin(self, recorder: DeviceRecorder, runner: RunnerLayout, every: int) -> None:
         """Have a recorder look at the target's layers, in one of so many forwards."""
-        group = runner.groups.get("full")
+        group, self._waiting = runner.groups.get("full"), (recorder, runner, every)
         if group is not None:
             self._turns.begin(recorder, {number: (group, (window,)) for number, window in self._windows.items()}, every)
 
@@ -64,7 +65,10 @@ class ProbedAttention:
             probe.prepare(ints, rows="int64")
         self._turns.probe = probe
         for part in {id(part): part for part in parts}.values():
-            put_in_place(part, "forward", functools.partial(self._forward, part.forward, table))
+            for name in ATTENDING:
+                put_in_place(part, name, functools.partial(self._forward, getattr(part, name), table))
+        if self._waiting is not None:  # the recording has begun
+            self.begin(*self._waiting)
 
     def _forward(self, original: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs

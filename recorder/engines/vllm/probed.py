@@ -4,7 +4,6 @@ Left alone: what the CPU's are, and layers of another form than the first.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +18,8 @@ from .layout import VllmGroup, draft_layers, looks_back
 from .outputs import weighs_plainly
 
 _IMPLS: Final = frozenset({"FlashAttentionImpl", "TritonAttentionImpl"})
+# Of an implementation's forward, in order.
+_ARGUMENTS: Final = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 _AXES: Final = {"block slot head dim": (0, 1, 2, 3), "block head slot dim": (0, 2, 1, 3)}
 
 
@@ -81,16 +82,13 @@ class ProbedAttention:
         self._turns.probe = probe
         for number in probe.layers:
             impl, own = self._impls[number]
-            names = tuple(inspect.signature(impl.forward).parameters)
-            hook = functools.partial(self._forward, impl.forward, number, own, names)
+            hook = functools.partial(self._forward, impl.forward, number, own)
             impl.forward = functools.update_wrapper(hook, impl.forward)
             self._hooked.append(impl)
 
-    def _forward(
-        self, original: Callable[..., Any], number: int, own: _Group, names: Sequence[str], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _forward(self, original: Callable[..., Any], number: int, own: _Group, *args: Any, **kwargs: Any) -> Any:
         def launch(probe: AttentionProbe, _: Any) -> None:
-            self._launch(probe, number, own, dict(zip(names, args, strict=False)) | kwargs)
+            self._launch(probe, number, own, dict(zip(_ARGUMENTS, args, strict=False)) | kwargs)
 
         return self._turns.run(functools.partial(original, *args, **kwargs), number, launch)
 

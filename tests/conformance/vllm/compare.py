@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from connector_faults import EXPECTED, EXPECTED_ON_GPU, EXPECTED_UNKNOWN
 from layer_faults import VALUE_FAULTS
 
-LATE = {"draft_token": 9}  # what was sampled is known behind the draft's steps: the next round reads it
+# What was sampled is known behind the draft's steps: the next round reads it. Of some forwards alone outputs are looked at.
+LATE = {"draft_token": 9, "kernel_window": 40}
 LATEST = 3  # forwards after a fault within which it must have been found, its step's own among them
 
 

@@ -31,10 +31,12 @@ def install_kernel_window(backends, mark) -> None:
     marked = []
 
     def cut(forward):
-        def faulty_forward(impl, *args, **kwargs):
+        def faulty_forward(impl, layer, query, key, value, kv_cache, metadata, *args, **kwargs):
             own, impl.sliding_window = impl.sliding_window, (KERNEL_WINDOW, 0)
+            if hasattr(metadata, "scheduler_metadata"):  # made for the window that the layer has
+                metadata.scheduler_metadata = None
             try:
-                return forward(impl, *args, **kwargs)
+                return forward(impl, layer, query, key, value, kv_cache, metadata, *args, **kwargs)
             finally:
                 impl.sliding_window = own
                 if not marked and mark({"fault": "kernel_window", "request": -1}):

@@ -75,8 +75,8 @@ def looked_at(
         runners={id(model_runner): runner}, groups=groups, tables=[table], luts=[lut], pools=[None, None]
     )
     outputs = AttentionOutputs([model_runner], layout)
-    ((_, name, hook),) = outputs.hooks()
-    assert name == "forward"
+    (_, _, hook), (_, name, _) = outputs.hooks()
+    assert name == "forward_decode"
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(name=mode),
         req_pool_indices=torch.tensor([1, 2]),

@@ -45,6 +45,7 @@ def environment(run: dict, folder: Path) -> dict[str, str]:
             "KVCANARY_TRACE": str(folder / "traces"),
             "KVCANARY_SWEEP_EVERY": str(run["sweep"]),
             "KVCANARY_HISTORY": run["history"],
+            "KVCANARY_OUTPUTS_EVERY": str(run["outputs"]),
         }
     if run["fault"]:
         told |= {"CONFORMANCE_FAULT": run["fault"], "CONFORMANCE_SEED": str(run["seed"])}

@@ -38,9 +38,10 @@ from runs import RUNS, GpuRun  # noqa: E402
 STARTED: list[subprocess.Popen[bytes]] = []  # one that nobody holds is waited for by the next one's start
 OVERHEAD = tuple(
     GpuRun(name=f"overhead-{runner}-{processes}-{kind}", base=base, runner=runner, graph="FULL_DECODE_ONLY",
-           spawned=processes == "two", connector="IdleConnector" if processes == "connector" else "")
+           spawned=processes == "two", connector="IdleConnector" if processes == "connector" else "", outputs=outputs)
     for runner, processes in (("v2", "two"), ("v2", "one"), ("v1", "one"), ("v2", "connector"), ("v1", "connector"))
-    for kind, base in (("plain", ""), ("recorded", "none"))
+    for kind, base, outputs in (("plain", "", 1), ("recorded", "none", 1), ("no_outputs", "none", 0))
+    if processes == "one" or outputs
 )  # fmt: skip
 
 
@@ -287,7 +288,7 @@ def overhead_lines(folder: Path) -> list[str]:
         "|---|--:|---|--:|--:|---|--:|--:|--:|---|",
     ]
     for run in OVERHEAD:
-        one, plain = told_of.get(run.name), told_of.get(run.name.replace("recorded", "plain"))
+        one, plain = told_of.get(run.name), told_of.get(run.name.rpartition("-")[0] + "-plain")
         if one is None or plain is None:
             continue
         middle, base = statistics.median(one["steps_ms"]), statistics.median(plain["steps_ms"])
@@ -296,6 +297,7 @@ def overhead_lines(folder: Path) -> list[str]:
         spent = f"{main:.0f} | {hooks:.0f} | {one['background_cpu_us']:.0f}" if run.recorded else f"{main:.0f} | | "
         spent = " | | " if run.spawned else spent  # it is the other process that computes
         settings = ("default" if run.recorded else "unrecorded") + (", a connector" if run.connector else "")
+        settings += "" if run.outputs else ", no outputs of attention"
         same = "" if not run.recorded else "the same" if one["tokens"] == plain["tokens"] else "**differ**"
         lines.append(
             f"| {run.runner.upper()} | {1 + run.spawned} | {settings} | {middle:.3f} | {middle / base:.4f} | {each} | {spent} | {same} |"

@@ -24,6 +24,7 @@ class GpuRun:
     spawned: bool = False  # the engine core in a process of its own
     sweep: int = 0
     history: str = "auto"
+    outputs: int = 1  # one of so many of those forwards is looked at that can be, 0: none
     fault: str = ""
     seed: int = 1
 
