@@ -18,7 +18,8 @@ def attach(llm, path, **options):
 
     def blocks():
         tables = {seq.seq_id: seq.block_table for seq in (*scheduler.running, *scheduler.waiting)}
-        return BlockUse(tables, cached=manager.hash_to_block_id.values(), free=manager.free_block_ids)
+        counts = {block.block_id: block.ref_count for block in manager.blocks}
+        return BlockUse(tables, manager.hash_to_block_id.values(), manager.free_block_ids, counts)
 
     recorder = PagedRecorder(
         path,

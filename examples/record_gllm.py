@@ -27,7 +27,8 @@ def attach(worker, path, **options):
         # gLLM enters a page into its cache when it gives it out; it is lent when it has been filled.
         unfilled = {block for seq in held for block in seq.page_table[seq.computed_token_num // page :]}
         cached = [block for block in getattr(pool, "hash2page", {}).values() if block not in unfilled]
-        return BlockUse(tables, cached=cached, free=pool.id_allocator.free_ids)
+        counts = dict(enumerate(getattr(pool, "page_ref_num", ())))
+        return BlockUse(tables, cached=cached, free=pool.id_allocator.free_ids, counts=counts)
 
     layers = range(pool.num_layers)
     recorder = PagedRecorder(

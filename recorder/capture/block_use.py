@@ -3,7 +3,7 @@
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, AllocStatus, SlotChange
+from ..trace.schema import ALLOC_CACHED, ALLOC_FRESH, ALLOC_SHARED, STILL_USED, AllocStatus, SlotChange
 
 _CACHED: Final = object()  # in place of a request: what holds a block is the prefix cache,
 _SHARED: Final = object()  # or several requests
@@ -15,11 +15,13 @@ class BlockUse(NamedTuple):
     `tables` has each request's blocks in order of position, the waiting ones included if they have any; a request is what
     `before_step` calls it: its name, or a number from 0 on. `cached` are the blocks that the prefix cache would lend, `free` is
     the free list, which may have cached ones on it; None if the engine has none: then a block that nobody has is free.
+    `counts` says by how many users the engine counts a block as used, 0 for one that is not in it; None if it does not count.
     """
 
     tables: Mapping[Hashable, Sequence[int]]
     cached: Iterable[int] = ()
     free: Iterable[int] | None = None
+    counts: Mapping[int, int] | None = None
 
 
 class BlockChange(NamedTuple):
@@ -29,6 +31,7 @@ class BlockChange(NamedTuple):
     status: AllocStatus
     request: Hashable | None
     blocks: list[int]
+    note: str = ""
 
 
 class ShownBlocks:
@@ -114,7 +117,15 @@ class ShownBlocks:
                 found.setdefault(move, []).append(block)
         self._cached, self._free = now_cached, now_free or set()
         ordered = sorted(found.items(), key=lambda item: item[0][0])
-        return [BlockChange(*move[1:], blocks) for move, blocks in ordered]
+        return [BlockChange(*move[1:], blocks) for move, blocks in ordered] + self._still_used(left, now.counts)
+
+    def _still_used(self, left: Mapping[int, Hashable], counts: Mapping[int, int] | None) -> list[BlockChange]:
+        """Return the cached blocks that somebody has left, and whose users the engine counts more of than there are."""
+        found: dict[Hashable, list[int]] = {}
+        for block in sorted(left.keys() & self._cached) if counts is not None else ():
+            if (counts or {}).get(block, 0) > len(self._users.get(block, {})):
+                found.setdefault(left[block], []).append(block)
+        return [BlockChange("alloc", ALLOC_CACHED, one, blocks, STILL_USED) for one, blocks in found.items()]
 
     def _given_anew(self, block: int, joined: list[Hashable], kept: Mapping[Hashable, int]) -> bool:
         """Say whether a block that the cache held alone was given to be filled to who has it now, and not lent."""

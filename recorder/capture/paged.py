@@ -345,6 +345,7 @@ class PagedRecorder(Recorder):
                 runs=(starts, np.full(starts.size, self._block_size)),
                 request_id=-1 if change.request is None else _number(change.request),
                 status=change.status,
+                note=change.note,
             )
 
 

@@ -6,6 +6,9 @@ python minisgl_engine.py FOLDER NAME...        # NAME: a bug's, or clean:SETUP
 import random
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "conformance" / "mini_sglang")]
@@ -27,6 +30,15 @@ SETUPS = {
     "mini-rotated": real.Setup(page=2, pages=90, chunk=20, running=3, graphs=(1, 2, 3)),
     "mini-contiguous": real.Setup(page=4, pages=36, chunk=56, running=5, graphs=(2, 5)),
     "mini-doubles": real.Setup(page=4, pages=34, chunk=44, running=4, graphs=(1, 4)),
+    "mini-withdrawn": real.Setup(page=8, pages=26, chunk=18, running=5, graphs=(1, 2, 5)),
+    "mini-together": real.Setup(page=4, pages=44, chunk=72, running=6, graphs=(3, 6)),
+    "mini-synced": real.Setup(page=2, pages=84, chunk=38, running=4, graphs=(1, 2)),
+}
+# Of the model, where it is another one.
+SHAPES = {
+    "mini-withdrawn": {"HEADS": 4, "KV_HEADS": 2},
+    "mini-together": {"LAYERS": 3, "KV_HEADS": 2},
+    "mini-synced": {"HEADS": 3, "HIDDEN": 48},
 }
 
 
@@ -122,6 +134,33 @@ def workload(setup: str) -> dict[int, list]:
             12: [("d", tokens(11), 16), ("e", shared + tokens(5), 13)],
             24: [("f", tokens(14), 11), ("g", shared + tokens(9), 9)],
         }
+    if setup == "mini-withdrawn":  # three of which are aborted between two chunks of their prompts
+        return {
+            0: [("a", shared + tokens(6), 14), ("b", tokens(11), 20)],
+            5: [("c", shared + tokens(58), 9)],
+            7: ["c", ("d", tokens(13), 12)],
+            12: [("e", tokens(47), 8)],
+            14: ["e"],
+            16: [("f", shared + tokens(15), 10), ("g", tokens(9), 8)],
+            29: [("h", tokens(38), 6)],
+            30: ["h"],
+            33: [("i", shared + tokens(21), 9), ("j", tokens(17), 7)],
+        }
+    if setup == "mini-together":  # several of whose prompts are computed in one step, short ones in front of long ones
+        return {
+            0: [("a", shared + tokens(5), 15)],
+            6: [("b", tokens(9), 12), ("c", tokens(27), 10), ("d", shared + tokens(3), 9)],
+            14: [("e", tokens(19), 8)],
+            20: [("f", shared + tokens(11), 9), ("g", tokens(7), 11), ("h", shared[:12] + tokens(16), 6)],
+        }
+    if setup == "mini-synced":  # one or two of which decode with a graph, and more of which without
+        return {
+            0: [("a", tokens(11), 16)],
+            4: [("b", shared + tokens(7), 14)],
+            9: [("c", tokens(15), 9), ("d", shared + tokens(4), 12)],
+            25: [("e", shared + tokens(7) + tokens(6), 10)],
+            38: [("f", tokens(29), 9)],
+        }
     return {  # two that begin alike, of which the one that came second leaves first, and then others that fill the pool
         0: [("a", shared + tokens(2), 34)],
         2: [("b", shared + tokens(9), 4)],
@@ -131,10 +170,38 @@ def workload(setup: str) -> dict[int, list]:
     }
 
 
+def take_over(model: Any, weights: dict[str, Any]) -> None:
+    """Take over weights that are sent to the engine: each is copied over what the model has by its name."""
+    for name, there in model.state_dict().items():
+        there.copy_(weights[name])
+
+
+def synced() -> None:
+    """Have the engine sent a trainer's weights when it has started, before anything is asked."""
+    from minisgl.llm import LLM
+
+    start = LLM.__init__
+
+    def begin(llm: Any, *args: Any, **kwargs: Any) -> None:
+        start(llm, *args, **kwargs)
+        drawn = torch.Generator().manual_seed(11)
+        sent = {
+            name: torch.ones(there.shape) if "norm" in name else torch.randn(there.shape, generator=drawn) * 0.35
+            for name, there in llm.engine.model.state_dict().items()
+        }
+        take_over(llm.engine.model, sent)
+
+    LLM.__init__ = begin
+
+
 def prepare(setup: str, patch: Patch) -> None:
     """Make the engine's module ready."""
     real.SETUP = SETUPS[setup]
+    for name, value in SHAPES.get(setup, {}).items():
+        setattr(real, name, value)
     real.stand_ins()
+    if setup == "mini-synced":
+        synced()
     patch()
 
 

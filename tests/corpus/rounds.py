@@ -402,4 +402,10 @@ ROUND_NOTES = (
             "in for tokens and its adapter is told that there are none, so that its clean run is called corrupt, too."
         ),
     ),
+    (
+        "ad12d563",
+        (
+            "NOTE52"
+        ),
+    ),
 )

@@ -175,7 +175,7 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
             size, way = llm.llm_engine.model_config.get_hidden_size(), -1 if number == 1 else 1
             drawn = torch.randn(640, size, generator=torch.Generator().manual_seed(19))
             given = [{"prompt_embeds": way * drawn[prompt]} for prompt in batch]
-        if setup == "qwen-embeds-pictures":  # of tokens from 600 on each is a part of a picture
+        if setup in ("qwen-embeds-pictures", "qwen-embeds-albums"):  # of tokens from 600 on each is a part of a picture
             import torch
 
             size = llm.llm_engine.model_config.get_hidden_size()
@@ -195,6 +195,9 @@ def generate(setup: str, folder: Path, more: Mapping[str, Any]) -> None:
             continue
         if setup in ("llama-loads-aborts", "qwen-loads-leaves"):
             outputs += with_an_abort_while_it_loads(llm, number, given, sampling)
+            continue
+        if setup in ("recurrent-cancels", "delta-cancels"):
+            outputs += with_one_that_leaves(llm, number, given, sampling, (0, 2) if "recurrent" in setup else (1, 2))
             continue
         if setup == "llama-lora-added":
             outputs += with_added_adapters(llm, number, given, sampling, folder)
@@ -311,6 +314,23 @@ def with_an_abort_while_it_loads(llm: Any, number: int, prompts: list, sampling:
             break
         if (number, step) == (1, 1):
             engine.abort_request(["1-0"])
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    return [answers[name] for name in sorted(answers)]
+
+
+def with_one_that_leaves(
+    llm: Any, number: int, prompts: list, sampling: list, when: tuple[int, int]
+) -> list[list[int]]:
+    """Answer prompts step by step; the first of a batch is left before a step, and nobody sees what it was answered."""
+    engine, answers = llm.llm_engine, {}
+    for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(f"{number}-{i}", prompt, one)
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if (number, step) == when:
+            engine.abort_request([f"{number}-0"])
+            answers.pop(f"{number}-0", None)
         answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
     return [answers[name] for name in sorted(answers)]
 

@@ -99,6 +99,12 @@ TELLING = (
     "delta-mixes",
     "qwen-embeds-pictures",
     "llama-loads-epochs",
+    "qwen-embeds-albums",
+    "recurrent-cancels",
+    "llama-loads-binds",
+    "delta-cancels",
+    "llama-mirrors",
+    "mrope-extends",
 )
 PICTURE = 9.0  # in the last dimension of what stands for a part of a picture, where a prompt has pictures
 
@@ -1973,3 +1979,94 @@ def _llama_loads_epochs(ask: Asked) -> Batches:
     """Prompts that are of one length and grow together until there is no room for all, and then two at a time."""
     first = [ask.tokens(62), ask.tokens(62), ask.shared[:62]]
     return [first, [ask.tokens(20), first[2][:40] + ask.tokens(4)], [first[0][:36] + ask.tokens(9), ask.tokens(25)]]
+
+
+@setup(
+    "qwen-embeds-albums",
+    "qwen",
+    {
+        "enable_prompt_embeds": True,
+        "max_num_batched_tokens": 122,
+        "num_gpu_blocks_override": 61,
+        "max_num_seqs": 3,
+    },
+)
+def _qwen_embeds_albums(ask: Asked) -> Batches:
+    """Prompts of a text, a picture or two and a question: ten tokens of each picture, over and over, numbered from 600 on."""
+    one, two, three, four = ([600 + 10 * number + part % 10 for part in range(64)] for number in range(4))
+    text = ask.shared[:32]
+    return [
+        [text + one + two + ask.tokens(13), ask.tokens(37), text + three + ask.tokens(21)],
+        [text + one + two + ask.tokens(24), text + three + two + ask.tokens(16), ask.tokens(29)],
+        [text + three + four + ask.tokens(11), text + two + ask.tokens(18)],
+    ]
+
+
+@setup("recurrent-cancels", "lfm2", {"max_num_batched_tokens": 98, "num_gpu_blocks_override": 38, "max_num_seqs": 3})
+def _recurrent_cancels(ask: Asked) -> Batches:
+    """Prompts: one of whole blocks and a token that is left as soon as it is computed, and others that begin as it does."""
+    return [
+        [ask.shared[:65], ask.tokens(42), ask.tokens(27)],
+        [ask.shared[:65] + ask.tokens(22), ask.tokens(58)],
+        [ask.tokens(34), ask.shared[:64] + ask.tokens(39), ask.tokens(19)],
+    ]
+
+
+@setup(
+    "llama-loads-binds",
+    "llama",
+    {
+        "kv_transfer_config": {**LOADS, "kv_connector_extra_config": {"when": "async"}},
+        "max_num_batched_tokens": 122,
+        "num_gpu_blocks_override": 43,
+        "max_num_seqs": 3,
+    },
+)
+def _llama_loads_binds(ask: Asked) -> Batches:
+    """Prompts that go on for some blocks behind what is loaded, and come again with all of that."""
+    first = [ask.tokens(101), ask.shared, ask.tokens(23)]
+    longer = [first[0][:98] + ask.tokens(70), first[1][:67] + ask.tokens(44)]
+    return [
+        first,
+        [*longer, ask.tokens(36)],
+        [longer[1] + ask.tokens(9), ask.tokens(48), longer[0] + ask.tokens(14)],
+    ]
+
+
+@setup(
+    "delta-cancels",
+    "qwen3_next",
+    {"dtype": "bfloat16", "max_num_batched_tokens": 70, "num_gpu_blocks_override": 42, "max_num_seqs": 3},
+)
+def _delta_cancels(ask: Asked) -> Batches:
+    """Prompts: of the second batch, one of several chunks is left before its last, beside another and before others."""
+    return [
+        [ask.shared + ask.tokens(10), ask.tokens(32)],
+        [ask.tokens(190), ask.shared[:66] + ask.tokens(25), ask.tokens(47), ask.tokens(20)],
+        [ask.tokens(61), ask.shared + ask.tokens(17), ask.tokens(104)],
+    ]
+
+
+@setup(
+    "llama-mirrors",
+    "llama",
+    {"max_num_batched_tokens": 134, "num_gpu_blocks_override": 13, "max_num_seqs": 3},
+    more=36,
+)
+def _llama_mirrors(ask: Asked) -> Batches:
+    """Prompts of two blocks and more that grow together until one is put back, and some that begin as they do."""
+    first = [ask.tokens(90), ask.tokens(79), ask.shared + ask.tokens(21)]
+    return [
+        first,
+        [first[2] + ask.tokens(7), ask.tokens(30), first[1][:66] + ask.tokens(12)],
+        [ask.shared + ask.tokens(14), first[0][:65] + ask.tokens(24)],
+    ]
+
+
+@setup("mrope-extends", "mrope", {"max_num_batched_tokens": 88, "num_gpu_blocks_override": 41, "max_num_seqs": 3})
+def _mrope_extends(ask: Asked) -> Batches:
+    """Prompts that join others which are answered already, some of them shorter than those and some longer."""
+    return [
+        [ask.tokens(84), ask.tokens(35), ask.shared + ask.tokens(4), ask.tokens(22), ask.tokens(57)],
+        [ask.shared + ask.tokens(31), ask.tokens(18), ask.shared[:66] + ask.tokens(8), ask.tokens(40)],
+    ]

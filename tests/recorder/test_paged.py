@@ -252,7 +252,7 @@ def test_layers_that_cannot_be_looked_at_in_turn_are_named(tmp_path: Path) -> No
 def changes(
     shown: ShownBlocks, tables: dict[Any, list[int]], cached: tuple[int, ...], free: Any
 ) -> list[tuple[Any, ...]]:
-    return [tuple(change) for change in shown.compare(BlockUse(tables, cached, free))]
+    return [tuple(change[:4]) for change in shown.compare(BlockUse(tables, cached, free))]
 
 
 def test_what_is_shown_says_who_got_what() -> None:
@@ -280,6 +280,18 @@ def test_what_is_shown_says_who_got_what() -> None:
     ]  # the cache names what is free
 
 
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_cached_block_that_counts_more_users_than_have_it_has_leaked(leaks: bool) -> None:
+    shown = ShownBlocks()
+    for _ in range(3):
+        shown.compare(BlockUse({"a": [1, 2], "b": [1, 3]}, (1, 2), [4], {1: 2, 2: 1, 3: 1}))
+    counts = {1: 2, 2: 1, 3: 1} if leaks else {1: 1, 3: 1}
+    found = shown.compare(BlockUse({"b": [1, 3]}, (1, 2), [4] if leaks else [2, 4], counts))
+    assert [change for change in found if change.note] == (
+        [("alloc", "cached", "a", [1, 2], "still used")] if leaks else []
+    )
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_the_cache_gives_up_under_a_reader_is_evicted(elsewhere: bool) -> None:
     """As where a lock was released twice: it goes to the free list, or to the next request at once."""
@@ -300,7 +312,7 @@ def test_who_fills_a_block_that_the_cache_gave_up_under_a_reader_was_given_it(go
     for _ in range(3):
         changes(shown, {"a": [1, 2]}, (1, 2), [])
     use = BlockUse({"a": [1, 2], "b": [1]}, (2,), [])
-    found = [tuple(change) for change in shown.compare(use, [] if goes_on else [1], {"b": int(goes_on)})]
+    found = [tuple(change[:4]) for change in shown.compare(use, [] if goes_on else [1], {"b": int(goes_on)})]
     anew = [("evict", "", None, [1]), ("alloc", "", "b", [1])]
     assert found == ([("alloc", "shared", "b", [1])] if goes_on else anew)
 
@@ -319,7 +331,7 @@ def test_a_cached_block_that_a_running_request_writes_was_not_lent_to_it(writes:
     shown = ShownBlocks()
     changes(shown, {"a": [1], "b": [2]}, (), [3])
     changes(shown, {"b": [2]}, (1,), [3])
-    found = [tuple(change) for change in shown.compare(BlockUse({"b": [2, 1]}, (1,), [3]), [1] if writes else [2])]
+    found = [tuple(change[:4]) for change in shown.compare(BlockUse({"b": [2, 1]}, (1,), [3]), [1] if writes else [2])]
     assert found == ([] if writes else [("alloc", "shared", "b", [1])])
     assert changes(shown, {}, (1,), [2, 3]) == [("free", "", "b", [2])]
 
@@ -337,7 +349,7 @@ def test_a_cached_block_that_the_free_list_gave_out_was_evicted_whatever_the_cac
         changes(shown, {"b": [3]}, (1,), [1, 2])
     goes_on = {} if kept is None else {"b": kept + grows}
     use = BlockUse({"b": [3, 1] if grows else [1]}, (1,), [2] if grows else [2, 3])
-    found = [tuple(change) for change in shown.compare(use, [1], goes_on)]
+    found = [tuple(change[:4]) for change in shown.compare(use, [1], goes_on)]
     anew = [("evict", "", None, [1]), ("alloc", "", "b", [1])]
     lent = [] if grows else [("alloc", "shared", "b", [1])]
     assert found == (anew if kept == 0 else lent)

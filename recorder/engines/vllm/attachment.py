@@ -158,6 +158,8 @@ class VllmAttachment(EngineAttachment):
         if recording is not None and recording.history is not None:
             aborted = "ABORT" in str(getattr(request, "status", ""))
             yield
+            if recording.history is not None:
+                recording.history.still_held(request.request_id)
             recording.left(request.request_id, "aborted" if aborted else "finished")
             if recording.history is not None:
                 recording.history.request_left()

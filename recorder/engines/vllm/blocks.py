@@ -188,6 +188,14 @@ class BlockHistory:
         self._said.update(used)
         self.record("alloc", group, used, name, status=ALLOC_CACHED, note=STILL_USED)
 
+    def still_held(self, name: str) -> None:
+        """Record the blocks of the prefix cache that a request which is leaving has not given back: they go on having a user."""
+        for group in self._groups:
+            held = self._coordinator.single_type_managers[group.gid].req_to_blocks.get(name, ())
+            used = [one.block_id for one in held if not one.is_null and one.ref_cnt and one.block_hash is not None]
+            self._said.update(used)
+            self.record("alloc", group, used, name, status=ALLOC_CACHED, note=STILL_USED)
+
     def request_left(self) -> None:
         """Record the blocks that are in use if no request is left that could use them."""
         managers, pool = self._coordinator.single_type_managers, self._coordinator.block_pool

@@ -59,6 +59,10 @@ class BlockManager:
         seq.num_cached_tokens = len(hits) * BLOCK
         return True
 
+    @property
+    def blocks(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(block_id=block, ref_count=self.users[block]) for block in range(BLOCKS)]
+
     def release(self, seq: Sequence) -> None:
         for block in reversed(seq.block_table):
             self.users[block] -= 1
