@@ -48,8 +48,15 @@ class Identity:
         for kind, value in self._whole.items():
             if other._whole.get(kind, value) != value:
                 return IDENTITY_KINDS[kind], np.ones(len(positions), np.bool_)
-        mine, theirs = self._media(positions), other._media(positions)
-        wrong = np.zeros(len(positions), np.bool_) if mine is None or theirs is None else mine != theirs
+        bounds = np.unique(
+            np.concatenate([one.values[one.values[:, 0] == MEDIA][:, 1:3].cumsum(1) for one in (self, other)])
+        )
+        mine, theirs = self._media(bounds), other._media(bounds)
+        wrong = np.zeros(len(positions), np.bool_)
+        if mine is not None and theirs is not None and (mine != theirs).any():
+            wrong = (
+                positions >= bounds[(mine != theirs).argmax()]
+            )  # what follows was computed with what is in front, too
         return ("media" if wrong.any() else ""), wrong
 
 

@@ -13,7 +13,7 @@ _SAID = {
     "adapter": "computed with another LoRA adapter",
     "salt": "computed under another cache salt",
     "weights": "computed with other weights",
-    "media": "computed with other media there",
+    "media": "computed with other media up to there",
 }
 
 

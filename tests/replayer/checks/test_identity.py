@@ -53,8 +53,8 @@ def scene(path: Path, first: list[IdentityValue], second: list[IdentityValue], *
         (value(adapter="a", salt=""), value(adapter="", salt=""), "other_adapter", 4, 1),
         (value(adapter="", salt="x"), value(adapter="", salt="y"), "other_salt", 4, 1),
         (value(weights="1"), value(weights="2"), "other_weights", 4, 1),
-        (media(("cat", 1, 2)), media(("dog", 1, 2)), "other_media", 2, 2),
-        (media(("cat", 1, 2)), media(), "other_media", 2, 2),
+        (media(("cat", 1, 2)), media(("dog", 1, 2)), "other_media", 3, 2),
+        (media(("cat", 1, 2)), media(), "other_media", 3, 2),
         (value(adapter="a"), value(adapter="a"), "", 0, 0),
         (value(adapter="a"), value(salt="a"), "", 0, 0),  # neither says of itself what the other says
         (value(adapter="a"), [], "", 0, 0),
