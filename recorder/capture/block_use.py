@@ -46,6 +46,8 @@ class ShownBlocks:
         self._padding = frozenset(padding)
         self._tables: dict[Hashable, list[int]] = {}
         self._grown: set[tuple[Hashable, int]] = set()  # requests that had others before, and blocks behind these
+        # Requests that had others before, and blocks in the place of one of these; what nobody gave is left in the end.
+        self._replaced: dict[tuple[Hashable, int], int] = {}
         self._users: dict[int, dict[Hashable, int]] = {}  # of a block, each user's place for it
         self._holders: dict[int, Any] = {}  # of a block that is not free: a request, _CACHED or _SHARED
         self._cached: set[int] = set()
@@ -95,6 +97,14 @@ class ShownBlocks:
         joined, left = self._compare_tables(now.tables)
         self._grown = {(request, block) for request, block in self._grown if block in written}
         now_cached, now_free = set(now.cached), None if now.free is None else set(now.free)
+        # Where it had something that nobody has now, and gets what others have or what is free, its table was written over.
+        self._replaced = {
+            (request, block): old
+            for (request, block), old in self._replaced.items()
+            if now_free is not None
+            and (block in now_free or (self._holders.get(block) is not None and len(self._users[block]) > 1))
+            and not (old in now_free or old in now_cached or self._users.get(old))
+        }
         changed = joined.keys() | left.keys() | (now_cached ^ self._cached) | self._astray
         changed |= {block for block in self._cached & self._users.keys() if self._holders.get(block) is not _CACHED}
         changed |= now_free & self._users.keys() if now_free is not None else set()
@@ -143,6 +153,7 @@ class ShownBlocks:
         joined: dict[int, list[Hashable]] = {}
         left: dict[int, Hashable] = {}
         self._grown.clear()
+        self._replaced.clear()
         for request in (*(gone for gone in self._tables if gone not in tables), *tables):
             before, now = self._tables.get(request, []), list(tables.get(request, ()))
             if now == before:
@@ -159,6 +170,8 @@ class ShownBlocks:
                     joined.setdefault(block, []).append(request)
                     if before and place >= len(before):
                         self._grown.add((request, block))
+                    elif before:
+                        self._replaced[request, block] = before[place]
                 users[request] = place
             self._tables[request] = now
             if not now:
@@ -200,7 +213,7 @@ class ShownBlocks:
             holder = None
         for request in joined:
             others = [place for other, place in users.items() if other != request]
-            if is_cached and (request, block) in self._grown:
+            if (request, block) in self._replaced or (is_cached and (request, block) in self._grown):
                 continue  # its table names it, and nobody gave it
             if holder is not None and (holder is _CACHED or is_cached or users[request] in others):
                 yield 3, "alloc", ALLOC_SHARED, request

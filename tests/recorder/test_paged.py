@@ -280,6 +280,18 @@ def test_what_is_shown_says_who_got_what() -> None:
     ]  # the cache names what is free
 
 
+@pytest.mark.parametrize(("free", "given"), [((4,), False), ((1, 4), False), ((3, 4), True)])
+def test_what_stands_in_the_place_of_a_block_that_is_not_given_back_was_not_given(
+    free: tuple[int, ...], given: bool
+) -> None:
+    """As where somebody else's step fills in the same table."""
+    shown = ShownBlocks()
+    changes(shown, {"a": [1, 2], "b": [3, 5]}, (), [4])
+    found = changes(shown, {"a": [1, 2], "b": [1, 5]}, (), free)
+    assert found == ([("free", "", "b", [3]), ("alloc", "shared", "b", [1])] if given else found[: 1 in free])
+    assert changes(shown, {"a": [1, 2], "b": [1, 5]}, (), free) == []
+
+
 @pytest.mark.parametrize("leaks", [False, True])
 def test_a_cached_block_that_counts_more_users_than_have_it_has_leaked(leaks: bool) -> None:
     shown = ShownBlocks()
