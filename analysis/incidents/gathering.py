@@ -54,6 +54,13 @@ class ChangedBytes:
     def __init__(self, header: TraceHeader) -> None:
         self._header = header
         self._recent: deque[_Written] = deque(maxlen=RECENT_EVENTS)
+        self._copies: deque[tuple[int, int, Int64Array]] = deque(
+            maxlen=RECENT_EVENTS
+        )  # event, pool group, slots filled
+
+    def copied(self, event: int, copy: SlotCopy) -> None:
+        """Remember what a copy filled."""
+        self._copies.append((event, copy.group, copy.dst))
 
     def wrote(self, forward: Forward) -> None:
         """Remember a forward."""
@@ -93,7 +100,7 @@ class ChangedBytes:
             if (group, slot) in done or not 0 < slot < len(mask) or not mask[slot]:
                 continue
             done.add((group, slot))
-            together = len({other for of_group, _, other in changes if of_group == group})
+            others = {other for of_group, _, other in changes if of_group == group}
             twin, event, kind = self._twin(content, group, slot)
             fact = Fact(
                 event=view.number,
@@ -102,10 +109,23 @@ class ChangedBytes:
                 twin=twin,
                 twin_event=event,
                 twin_kind=kind,
-                together=together,
+                together=len(others),
                 emptied=not content.any(),
+                behind=self._behind(group, slot, others, looked),
             )
             yield group, slot, fact
+
+    def _behind(self, group: int, slot: int, changed: set[int], since: int) -> int:
+        """Return the last copy since an event that filled the slot in front of those that changed with `slot`, and none of these."""
+        first, end = slot, slot + 1
+        while first - 1 in changed:
+            first -= 1
+        while end in changed:
+            end += 1
+        for event, of_group, filled in reversed(self._copies):
+            if event > since and of_group == group and (filled == first - 1).any():
+                return NOBODY if ((filled >= first) & (filled < end)).any() else event
+        return NOBODY
 
     def _twin(self, content: ByteArray, group: int, slot: int) -> Twin:
         """Return the latest write of these very bytes elsewhere; one in another pool group says more than one beside."""
@@ -317,6 +337,7 @@ class _Gathering(StateListener):
             change = self._only_seen.update if note == SEEN else self._only_seen.difference_update
             change((copy.group, target) for target in targets if note == SEEN or self._only_seen)
             return
+        self._bytes.copied(self._event, copy)
         for source, target in zip(sources, targets, strict=True):
             times = 0
             if copy.src_tier != TIER_POOL:  # whoever reads it again reads what the first one did

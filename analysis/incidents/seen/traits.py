@@ -80,7 +80,12 @@ def _of_change(cluster: Cluster, sign: Sign) -> set[str]:
     twin, _ = change.twin
     whose = "nobody's" if twin < 0 else "this pool's" if twin == cluster.group(sign) else "another pool's"
     emptied = {"changed: to zeros"} if change.emptied else set()
-    return {f"changed: to {whose}", f"changed: {'one slot' if change.together <= 1 else 'several slots'}"} | emptied
+    behind = {"changed: behind a copy"} if change.behind >= 0 else set()
+    return (
+        {f"changed: to {whose}", f"changed: {'one slot' if change.together <= 1 else 'several slots'}"}
+        | emptied
+        | behind
+    )
 
 
 def _last_slot(cluster: Cluster, sign: Sign) -> bool:

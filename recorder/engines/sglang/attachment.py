@@ -28,6 +28,7 @@ from ..common.hooking import (
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
 from ..common.outermost import OutermostCalls
 from ..common.stopping import stop_tree
+from .attention.probed import ProbedAttention
 from .connectors.host_cache import HostCache
 from .forward import mode_of, prefix_and_extend
 from .history import calls_as_hooked
@@ -37,7 +38,6 @@ from .inside import InsideModels
 from .layers import ModelLayers
 from .layout import RunnerLayout, controller_of
 from .oracle import SglangOracle
-from .probed import ProbedAttention
 from .recording import SglangRecording
 from .recurrent import ASKED
 

@@ -16,12 +16,12 @@ from ....kernels.constants import UNKNOWN_TOKEN
 from ...capture.device.capture import DeviceCapture
 from ...capture.device.forward import FrameInFlight
 from ..common.hooking import Around, OnFault, beside, harmless
+from .attention.probed import ProbedAttention
+from .attention.rotary import fed_positions
 from .forward import MODES, has_embeddings, lens_of
 from .layers import backend_around, batch_among
-from .probed import ProbedAttention
 from .recurrent import state_indices, state_pool
 from .requests import KnownBatch
-from .rotary import fed_positions
 
 if TYPE_CHECKING:
     from ....kernels.capture.model_forward import ModelForward

@@ -32,9 +32,9 @@ from ...trace.header import (
 )
 from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
+from .attention.rotary import FedPositions, fed_positions
 from .connectors.storage import storage_slots
 from .recurrent import prefills_not_seen, state_pool
-from .rotary import FedPositions, fed_positions
 
 ALIGN_BYTES: Final = 16
 # What moves KV between the device and the host, by its very class.

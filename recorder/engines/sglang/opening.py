@@ -11,12 +11,12 @@ from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, TraceHeader
 from ..common.injecting import recorder_class
 from ..common.sampled import without_samples
+from .attention.windows import WindowReads
 from .inside import InsideModels
 from .layers import not_read
 from .layout import SglangLayout, on_gpu
 from .recurrent import without_states
 from .submitted import SubmittedKv
-from .windows import WindowReads
 
 logger = logging.getLogger("kvcanary")
 

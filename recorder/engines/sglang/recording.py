@@ -17,6 +17,8 @@ from ...writing.trace_file import begin_new
 from ..common.attachment import trace_name
 from ..common.hooking import Around, Finish, around, beside
 from .adapters import BatchAdapters
+from .attention.outputs import AttentionOutputs, with_outputs
+from .attention.windows import WindowReads, with_windows
 from .connectors.transfers import SglangTransfers, room_of
 from .forward import DeviceForwards, draft_steps, forward_input, mode_of
 from .history import GroupHistory, RadixCacheWalk, allocators_of, knows_allocator, promised, sweeps_promised
@@ -24,12 +26,10 @@ from .inside import Expected, InsideModels
 from .layers import ModelLayers, attention_input
 from .layout import RunnerLayout, SglangLayout, describe_engine, on_gpu, own_slots
 from .opening import open_recorder, without_unseen
-from .outputs import AttentionOutputs, with_outputs
 from .recurrent import StateHooks
 from .requests import BatchLookup, KnownBatch, SglangRequest, SglangRequests, StepResults, identity_of, row_of
 from .submitted import SubmittedKv
 from .trees import draft_tree, record_filled
-from .windows import WindowReads, with_windows
 
 logger = logging.getLogger("kvcanary")
 

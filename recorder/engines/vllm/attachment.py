@@ -14,10 +14,10 @@ from ..common.hooking import Around, Finish, around, beside, while_true, wrap_me
 from ..common.injecting import Injector, Undo, check_injector, injector_of, put_entry, undone
 from ..common.requests import request_id_of
 from ..common.stopping import stop_tree
+from .attention.probed import ProbedAttention
 from .device import on_gpu, step_v1, step_v2
 from .layout import VllmGroup
 from .oracle import VllmOracle
-from .probed import ProbedAttention
 from .recording import VllmRecording
 from .step import read_v1, read_v2
 

@@ -19,7 +19,7 @@ from ...capture.device.recorder import DeviceRecorder
 from ...capture.privacy import IdentityValue
 from ..common.hooking import put_in_place
 from ..common.requests import TokenList, mode_by_lens
-from .attention import FIELDS, AttentionReader
+from .attention.given import FIELDS, AttentionReader
 from .layout import VllmGroup, VllmLayout
 from .recurrent import VllmStates
 from .step import VllmRequest, above_needed, forward_context

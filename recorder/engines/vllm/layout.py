@@ -17,9 +17,9 @@ from ...process.settings import RecordingSettings
 from ...trace.header import EngineInfo, ModelInfo, NotWatched, PoolGroup, Ranks, Runner, StateTable, TraceHeader
 from ..common.attachment import installed_version
 from ..common.oracle import with_oracle
+from .attention.rotary import FedPositions
 from .kv import KvCapture
 from .recurrent import SPEC, VllmStates
-from .rotary import FedPositions
 
 # By the name of vLLM's KVCacheSpec classes. A class that is not among them may read or place its tokens otherwise, a
 # subclass of these too: it is named and not recorded.

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...process.settings import RecordingSettings
 from ...trace.header import NotWatched, Runner
-from .attention import AttentionReader
+from .attention.given import AttentionReader
 from .blocks import why_no_history
 from .connectors.external import not_watched as connector_not_watched
 from .connectors.storages import Member

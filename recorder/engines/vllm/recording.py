@@ -21,7 +21,9 @@ from ..common.attachment import trace_name
 from ..common.hooking import Around, EngineError, OnFault, Wraps, around, while_true
 from ..common.injecting import recorder_class
 from ..common.sampled import without_samples
-from .attention import AttentionReader, chosen_attention, chosen_counts, same_attention
+from .attention.given import AttentionReader, chosen_attention, chosen_counts, same_attention
+from .attention.outputs import OutputCalls, chosen_outputs
+from .attention.windows import WindowCalls
 from .blocks import BlockHistory, record_copies
 from .connectors.external import ExternalLoads, connector_of
 from .connectors.pairs import role_of
@@ -32,11 +34,9 @@ from .drafts.on_device import begin_on_device
 from .identity import Identities
 from .layout import VllmLayout, describe_engine
 from .not_watched import not_watched, why_no_slots
-from .outputs import OutputCalls, chosen_outputs
 from .results import StepResults, is_read
 from .step import Step, StepForward, VllmRequest, VllmRequests, forwards_of, prompt_of, tokens_of
 from .submitted import Submitted, of_tokens
-from .windows import WindowCalls
 
 logger = logging.getLogger("kvcanary")
 

@@ -20,7 +20,7 @@ from ...capture.host_arrays import own_int64, ragged_index
 from ...capture.privacy import IdentityValue
 from ..common.requests import KnownRequest, RequestRows, TokenList, mode_by_lens, request_id_of, truth_tokens
 from ..common.rotary import NEVER
-from .attention import AttentionReader, chosen_reads
+from .attention.given import AttentionReader, chosen_reads
 from .layout import VllmGroup
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kvcanary.kernels.capture import attention_probe
 from kvcanary.recorder.engines.common.probing import ProbeTurns
-from kvcanary.recorder.engines.sglang import probed as sglang
-from kvcanary.recorder.engines.vllm import probed as vllm
+from kvcanary.recorder.engines.sglang.attention import probed as sglang
+from kvcanary.recorder.engines.vllm.attention import probed as vllm
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 64
 

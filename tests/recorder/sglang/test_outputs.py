@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvcanary.recorder.engines.sglang.attention.outputs import AttentionOutputs, with_outputs
 from kvcanary.recorder.engines.sglang.layers import ROW_READERS
-from kvcanary.recorder.engines.sglang.outputs import AttentionOutputs, with_outputs
 
 SLOTS, HEADS, DIM = 24, 2, 8
 LAYER = {

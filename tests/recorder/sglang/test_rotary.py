@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvcanary.recorder.engines.sglang.rotary import FedPositions, fed_positions
+from kvcanary.recorder.engines.sglang.attention.rotary import FedPositions, fed_positions
 from kvcanary.recorder.trace.reader import TraceReader, read_trace
 
 from . import test_inside as inside

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcanary.recorder.engines.vllm.attention import AttentionReader
+from kvcanary.recorder.engines.vllm.attention.given import AttentionReader
 from kvcanary.recorder.process.settings import RecordingSettings
 
 from ...support.one_trace import replayed

@@ -10,9 +10,9 @@ import pytest
 from kvcanary.analysis.incidents.finding import find_incidents
 from kvcanary.recorder.capture.device.recorder import DeviceRecorder
 from kvcanary.recorder.engines.vllm import recording
+from kvcanary.recorder.engines.vllm.attention.rotary import FedPositions
 from kvcanary.recorder.engines.vllm.device import why_it_waits
 from kvcanary.recorder.engines.vllm.identity import Identities
-from kvcanary.recorder.engines.vllm.rotary import FedPositions
 from kvcanary.recorder.process.settings import RecordingSettings
 from kvcanary.recorder.trace.schema import ATTENTION_LENS, ATTENTION_SLOTS
 from kvcanary.replayer.run.replay import ReplaySettings, replay

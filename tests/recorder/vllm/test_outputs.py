@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.capture.forward_input import OutputRead
+from kvcanary.recorder.engines.vllm.attention.outputs import OutputCalls, chosen_outputs, learnt_places
 from kvcanary.recorder.engines.vllm.layout import CPU_ATTENTION
-from kvcanary.recorder.engines.vllm.outputs import OutputCalls, chosen_outputs, learnt_places
 
 BLOCKS, HEADS, TOKENS, DIM = 6, 2, 4, 8
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from kvcanary.recorder.engines.vllm import recording
+from kvcanary.recorder.engines.vllm.attention.rotary import FedPositions
 from kvcanary.recorder.engines.vllm.identity import Identities, identity_of
-from kvcanary.recorder.engines.vllm.rotary import FedPositions
 from kvcanary.recorder.engines.vllm.step import NEVER, VllmRequest
 from kvcanary.recorder.process.settings import RecordingSettings
 

@@ -23,7 +23,7 @@ from ....capture.host_arrays import own_int64, ragged_index
 from ....capture.recorder import Recorder
 from ....trace.schema import RECEIVE
 from ...common.hooking import Finish, OnFault, wrap_method
-from ..attention import FIELDS, PLAIN_BACKENDS, chosen_attention, chosen_reads, same_attention
+from ..attention.given import FIELDS, PLAIN_BACKENDS, chosen_attention, chosen_reads, same_attention
 from ..connectors.pairs import transfers_of
 from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
 from ..step import Step, StepForward, VllmRequest, VllmRequests, forward_context, table_read

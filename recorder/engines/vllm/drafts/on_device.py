@@ -24,7 +24,7 @@ from ....capture.forward_input import CopiedForward
 from ....trace.header import TraceHeader
 from ....trace.schema import RECEIVE
 from ...common.hooking import Finish, OnFault, wrap_method
-from ..attention import FIELDS
+from ..attention.given import FIELDS
 from ..device import DeviceSteps, TargetStep, block_tables, in_one
 from ..layout import DRAFT_RUNNER, VllmGroup, VllmLayout
 from ..step import forward_context

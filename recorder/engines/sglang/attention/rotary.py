@@ -8,7 +8,7 @@ import logging
 import weakref
 from typing import Any, Final
 
-from ..common.rotary import NEVER, one_of, told_by_one
+from ...common.rotary import NEVER, one_of, told_by_one
 
 _log = logging.getLogger("kvcanary")
 

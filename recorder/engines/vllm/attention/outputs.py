@@ -11,15 +11,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ...capture.attention import paged_read
-from ...capture.attention_output import AttentionCall, OutputChecks, requests_of
-from ...capture.forward_input import AttentionInput, OutputRead
-from ...capture.host_arrays import own_int64
-from ..common.hooking import Finish, OnFault, wrap_method
-from .kv import cache_of, is_of_cpu, layer_number
-from .layout import CPU_ATTENTION, VllmGroup, looks_back
-from .step import Step
+from .....kernels.arrays import Int64Array
+from ....capture.attention import paged_read
+from ....capture.attention_output import AttentionCall, OutputChecks, requests_of
+from ....capture.forward_input import AttentionInput, OutputRead
+from ....capture.host_arrays import own_int64
+from ...common.hooking import Finish, OnFault, wrap_method
+from ..kv import cache_of, is_of_cpu, layer_number
+from ..layout import CPU_ATTENTION, VllmGroup, looks_back
+from ..step import Step
 
 _OWN: Final = "decoder"  # the kind of attention that reads a request's own past
 

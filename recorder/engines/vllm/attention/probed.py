@@ -7,14 +7,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from ....kernels.capture.attention_probe import PagedHalf, ProbedCall
-from ...capture.device.attention_probe import AttentionProbe, ProbedLayer
-from ...capture.device.recorder import DeviceRecorder
-from ..common.probing import ProbeTurns
-from .attention import FIELDS
-from .device import block_tables
-from .kv import cache_of, layer_number, whole_half
-from .layout import VllmGroup, draft_layers, looks_back
+from .....kernels.capture.attention_probe import PagedHalf, ProbedCall
+from ....capture.device.attention_probe import AttentionProbe, ProbedLayer
+from ....capture.device.recorder import DeviceRecorder
+from ...common.probing import ProbeTurns
+from ..device import block_tables
+from ..kv import cache_of, layer_number, whole_half
+from ..layout import VllmGroup, draft_layers, looks_back
+from .given import FIELDS
 from .outputs import weighs_plainly
 
 _IMPLS: Final = frozenset({"FlashAttentionImpl", "TritonAttentionImpl"})

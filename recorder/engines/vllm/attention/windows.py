@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ..common.hooking import OnFault, wrap_method
-from .layout import CPU_KERNEL, CPU_OPS, WINDOW_ARGUMENTS, VllmGroup, kernel_places, looks_back
-from .step import Step
+from .....kernels.arrays import Int64Array
+from ...common.hooking import OnFault, wrap_method
+from ..layout import CPU_KERNEL, CPU_OPS, WINDOW_ARGUMENTS, VllmGroup, kernel_places, looks_back
+from ..step import Step
 
 
 class WindowCalls:

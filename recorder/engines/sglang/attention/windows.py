@@ -21,15 +21,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ....kernels.arrays import BoolArray, Int64Array
-from ...capture.attention import row_read
-from ...capture.forward_input import AttentionInput, TableRead
-from ...capture.host_arrays import own_int64
-from ..common.hooking import Finish, Hook
-from .forward import mode_of, prefix_and_extend
-from .layers import attention_parts
-from .layout import RunnerLayout, SglangLayout, own_slots
-from .submitted import is_plain
+from .....kernels.arrays import BoolArray, Int64Array
+from ....capture.attention import row_read
+from ....capture.forward_input import AttentionInput, TableRead
+from ....capture.host_arrays import own_int64
+from ...common.hooking import Finish, Hook
+from ..forward import mode_of, prefix_and_extend
+from ..layers import attention_parts
+from ..layout import RunnerLayout, SglangLayout, own_slots
+from ..submitted import is_plain
 
 NATIVE: Final = "TorchNativeAttnBackend"
 KERNEL: Final = "scaled_dot_product_attention"

@@ -11,14 +11,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ...capture.attention_output import AttentionCall, OutputChecks, RequestSlots, requests_of
-from ...capture.forward_input import AttentionInput, OutputRead
-from ...capture.host_arrays import own_int64, read_runs
-from ..common.hooking import Finish, Hook
-from .forward import mode_of, prefix_and_extend
-from .layers import ROW_READERS, attention_parts
-from .layout import RunnerLayout, SglangLayout, own_slots
+from .....kernels.arrays import Int64Array
+from ....capture.attention_output import AttentionCall, OutputChecks, RequestSlots, requests_of
+from ....capture.forward_input import AttentionInput, OutputRead
+from ....capture.host_arrays import own_int64, read_runs
+from ...common.hooking import Finish, Hook
+from ..forward import mode_of, prefix_and_extend
+from ..layers import ROW_READERS, attention_parts
+from ..layout import RunnerLayout, SglangLayout, own_slots
 
 _MODES: Final = ("EXTEND", "DECODE", "MIXED")  # not a diffusion's, whose tokens see those behind them
 # What a backend attends by: one that serves recurrent layers, too, calls its part for attention past `forward`.

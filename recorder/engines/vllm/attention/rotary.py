@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ..common.rotary import one_of, told_by_one
+from .....kernels.arrays import Int64Array
+from ...common.rotary import one_of, told_by_one
 
 TRIED: Final = 4  # tokens of text by which it is known how a model places text
 

@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from ....kernels.arrays import Int64Array
-from ...capture.attention import paged_read
-from ...capture.forward_input import AttentionInput, TableRead
-from ...capture.host_arrays import own_int64, ragged_index
-from .layout import VllmGroup
+from .....kernels.arrays import Int64Array
+from ....capture.attention import paged_read
+from ....capture.forward_input import AttentionInput, TableRead
+from ....capture.host_arrays import own_int64, ragged_index
+from ..layout import VllmGroup
 
 # Backends whose metadata hold a sequence length and a block table for each request, under these names.
 FIELDS: Final = ("seq_lens", "query_start_loc", "block_table")

@@ -7,14 +7,14 @@ drafts.
 import functools
 from typing import Any, Final
 
-from ....kernels.capture.attention_probe import PagedHalf, ProbedCall
-from ...capture.device.attention_probe import AttentionProbe, ProbedLayer
-from ...capture.device.recorder import DeviceRecorder
-from ..common.hooking import put_in_place
-from ..common.probing import ProbeTurns
-from .forward import mode_of
-from .layers import attention_parts
-from .layout import RunnerLayout
+from .....kernels.capture.attention_probe import PagedHalf, ProbedCall
+from ....capture.device.attention_probe import AttentionProbe, ProbedLayer
+from ....capture.device.recorder import DeviceRecorder
+from ...common.hooking import put_in_place
+from ...common.probing import ProbeTurns
+from ..forward import mode_of
+from ..layers import attention_parts
+from ..layout import RunnerLayout
 from .outputs import ATTENDING, is_plain, own_window
 
 _BACKENDS: Final = frozenset({"TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend"})

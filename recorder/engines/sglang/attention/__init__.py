@@ -1,0 +1,1 @@
+"""What SGLang's attention is given and what comes out of it: windows, positions, outputs."""
