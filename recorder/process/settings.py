@@ -301,7 +301,7 @@ SETTINGS: Final = (
     Setting(
         "outputs_every",
         "number",
-        "Forwards between two looks at what comes out of attention, on the CPU alone; 0 never.",
+        "Forwards between two looks at what comes out of attention, on a GPU 16 times as many; 0 never.",
     ),
     Setting("sweep_every", "number", "Forwards between two walks of the whole prefix cache; 0 never."),
     Setting("history", "word", "Whether allocations and frees of slots are recorded.", words=_HISTORIES),

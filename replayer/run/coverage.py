@@ -255,7 +255,7 @@ def coverage(
         if _sliding(header, index):
             reason = "the engine shows a block table, and not what attention reads of it"
             rows.append(_of_forwards("window", name, counted, _WINDOWS, "which positions sliding layers read", reason))
-        reason = "this adapter does not look at it, or not on a device, or in one of so many forwards (KVCANARY_OUTPUTS_EVERY)"
+        reason = "this adapter does not look at it, or in one of so many forwards (KVCANARY_OUTPUTS_EVERY; on a GPU in one of 16 times as many)"
         rows.append(_of_forwards("outputs", name, counted, _OUTPUTS, "what came out of attention", reason))
         reason = "no truth tokens recorded" if header.truth_table is None or not header.capture.truth_tokens else ""
         rows.append(_of_forwards("truth", name, counted, _TRUTH, "cached tokens against the request's own", reason))
