@@ -75,7 +75,9 @@ def launch_probe(memory: ProbeMemory, call: ProbedCall, keys: PagedHalf, values:
     rows = call.lens if call.rows is None else call.rows
     starts = call.lens if call.starts is None else call.starts
     width, dims = int(memory.rows.shape[1]), (keys.shape[3], values.shape[3])
-    sizes = (layer, memory.positions, width, call.page_size, int(call.table.stride(0)), int(call.table.shape[1]))
+    requests = min(int(rows.numel()), int(call.lens.numel()), int(starts.numel()) - (call.starts is not None))
+    bounds = (requests, min(int(call.query.shape[0]), int(call.output.shape[0])), *map(int, call.table.shape))
+    sizes = (layer, memory.positions, width, call.page_size, int(call.table.stride(0)))
     pool = (*keys.shape[:2], *keys.strides, *values.strides)
     tokens = (*_outer(call.query), *_outer(call.output), *dims)
     launches_on(memory.wanted).launch(
@@ -93,7 +95,7 @@ def launch_probe(memory: ProbeMemory, call: ProbedCall, keys: PagedHalf, values:
                 call.table,
             ),
             (rows, starts, call.lens),
-            *(sizes, pool, tokens),
+            *(bounds, sizes, pool, tokens),
         ),
         (call.rows is not None, call.starts is not None, triton.next_power_of_2(max(dims)), _TILE),
     )

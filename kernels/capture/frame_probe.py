@@ -5,19 +5,22 @@ import triton.language as tl
 from .frame_kernels import device_kernel
 
 
-@device_kernel(12)
+@device_kernel(13)
 def probe_kernel(
-    wanted, found, rows, query, output, keys, values, table, lens, sizes, pool, tokens, HAS_ROWS: tl.constexpr,
+    wanted, found, rows, query, output, keys, values, table, lens, bounds, sizes, pool, tokens, HAS_ROWS: tl.constexpr,
     HAS_STARTS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Lay a token aside, if one is wanted; the numbers as `launch_probe` has them. A slot that the pool has not holds no numbers."""
+    """Lay a token aside, if one is wanted; the numbers as `launch_probe` has them. A slot that the pool has not holds no numbers, and
+    of a request or token that the call has not nothing is laid aside: an engine may be wrong.
+    """
     rows_in, starts_in, lens_in = lens
-    layer, positions, width, page_size, table_stride, columns = sizes
+    num_requests, num_tokens, table_rows, columns = bounds
+    layer, positions, width, page_size, table_stride = sizes
     blocks, block_size, k_block, k_slot, k_head, v_block, v_slot, v_head = pool
     q_token, q_head, o_token, o_head, k_dim, v_dim = tokens
-    stamp = tl.load(wanted)
-    if stamp != 0:
-        request, kv_head, head = tl.load(wanted + 1), tl.load(wanted + 2), tl.load(wanted + 3)
+    stamp, request = tl.load(wanted), tl.load(wanted + 1)
+    if (stamp != 0) & (request >= 0) & (request < num_requests):
+        kv_head, head = tl.load(wanted + 2), tl.load(wanted + 3)
         length = tl.load(lens_in + request).to(tl.int64)
         row = request
         if HAS_ROWS:
@@ -28,8 +31,10 @@ def probe_kernel(
             begin = tl.load(starts_in + request).to(tl.int64)
             token = tl.where(tl.load(wanted + 4) != 0, begin, tl.load(starts_in + request + 1).to(tl.int64) - 1)
         lane = tl.arange(0, DIM)
-        held = tl.minimum(length, columns * page_size)
-        if length > positions:
+        length = tl.where(length > columns * page_size, positions + 1, length)  # its row ends before: as of one that is too long
+        held = length
+        is_there = (token >= 0) & (token < num_tokens) & (row >= 0) & (row < table_rows)
+        if (length > positions) | (is_there == 0):
             held = length * 0
         program = tl.program_id(0).to(tl.int64)
         for first in range(program * TILE, held, tl.num_programs(0) * TILE):
@@ -47,7 +52,7 @@ def probe_kernel(
             own = lane[None, :] < v_dim
             v = tl.load(values + at[:, None] + lane[None, :], mask=there[:, None] & own, other=float("nan"))
             tl.store(rows + (2 + positions + position)[:, None] * width + lane[None, :], v, mask=here[:, None] & own)
-        if program == 0:
+        if (program == 0) & is_there:
             q = tl.load(query + token * q_token + head * q_head + lane, mask=lane < k_dim, other=0.0)
             tl.store(rows + lane, q, mask=lane < k_dim)
             o = tl.load(output + token * o_token + head * o_head + lane, mask=lane < v_dim, other=0.0)

@@ -91,6 +91,32 @@ def test_a_token_of_each_request_needs_no_starts_and_one_that_is_too_long_has_no
         assert bool((probe.rows[2] == 7).all()) is (length > POSITIONS)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "starts", "row"),
+    [
+        ((7, 0, 0, 0), None, 0),
+        ((-1, 0, 0, 0), None, 0),
+        ((0, 0, 0, 0), [0, 9], 0),
+        ((0, 0, 0, 0), [-3, -2], 0),
+        ((0, 0, 0, 0), None, 5),
+    ],
+)
+def test_of_what_the_call_has_not_nothing_is_laid_aside(
+    wanted: tuple[int, ...], starts: list[int] | None, row: int
+) -> None:
+    pool, table, tokens = (
+        PagedHalf(torch.randn(64, 1, 1, 8)),
+        torch.arange(64, dtype=torch.int32)[None],
+        torch.randn(1, 1, 8),
+    )
+    probe = memory(8, torch.float32)
+    probe.wanted[:] = torch.tensor([1, *wanted])
+    begins = None if starts is None else torch.tensor(starts)
+    call = ProbedCall(tokens, tokens, table, 1, torch.tensor([9]), begins, torch.tensor([row]))
+    launch_probe(probe, call, pool, pool, 0)
+    assert not probe.found.any() and (probe.rows == 7).all()
+
+
 @pytest.mark.parametrize("entry", [-1, 64, 1 << 30])
 def test_slots_that_the_pool_has_not_hold_no_numbers(entry: int) -> None:
     pool = PagedHalf(torch.randn(64, 1, 1, 8))
