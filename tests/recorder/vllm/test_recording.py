@@ -184,6 +184,19 @@ def test_a_cached_block_that_stays_in_use_by_nobody_is_found(
     assert summary.findings_by_kind == {"slot_leaked": len(used)}
 
 
+def test_what_a_request_that_is_over_has_not_given_back_is_found_when_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = FullAttentionManager.free
+    monkeypatch.setattr(FullAttentionManager, "free", lambda manager, name: name != "r2" and free(manager, name))
+    hooked(monkeypatch, RecordingSettings(folder=tmp_path))
+    serve()
+    summary, _, told = replayed(tmp_path)
+    used = [event for event in told if event.kind == "alloc" and event.scalar("note") == STILL_USED]
+    assert {event.scalar("request_id") for event in used} == {request_id_of("r2")}
+    assert set(summary.findings_by_kind) == {"slot_leaked"}
+
+
 @pytest.mark.parametrize("specs", [None, [FullAttentionSpec(), SlidingWindowSpec()]], ids=["full", "hybrid"])
 def test_a_block_that_is_taken_and_forgotten_is_found_when_no_request_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specs: list[Any] | None
