@@ -31,7 +31,7 @@ class Fact:
     and in `twin_kind` `SEEN` if nobody saw it stored, only that it has these bytes. For a change `twin`
     names the pool group and slot whose write held those very bytes, `(-1, -1)` for none, `twin_event` that write's event,
     `twin_kind` its kind (forward, transfer, or `HANDED_IN`: the model handed them in for that slot, which got others), `together`
-    how many slots changed at once, `emptied` whether it holds zeros now, `via` the last forward before, and `behind` a copy
+    how many slots changed at once, `emptied` whether it holds zeros now, `via` the last forward before, and `behind` a load
     since then into the slots right in front of those that changed, -1 for none. `token` and `position` are those of a write.
     """
 

@@ -59,8 +59,9 @@ class ChangedBytes:
         )  # event, pool group, slots filled
 
     def copied(self, event: int, copy: SlotCopy) -> None:
-        """Remember what a copy filled."""
-        self._copies.append((event, copy.group, copy.dst))
+        """Remember what a copy from another tier filled."""
+        if copy.src_tier != TIER_POOL:
+            self._copies.append((event, copy.group, copy.dst))
 
     def wrote(self, forward: Forward) -> None:
         """Remember a forward."""

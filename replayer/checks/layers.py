@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from ...kernels.arrays import Int64Array
-from ...kernels.capture.layers import CHUNK_WORDS, watched_bytes
+from ...kernels.capture.layers import CHUNK_WORDS, ZEROS, watched_bytes
 from ...kernels.replay_pass.ledger import CONTENT
 from ...recorder.state.forward import runner_of
 from ...recorder.state.writes import KvChanges
@@ -18,6 +18,7 @@ from .check import Covered, Explained, HistoryCheck, register
 from .history import ForwardView, GroupReads
 
 _CHUNK_BYTES: Final = 8 * CHUNK_WORDS
+BEHIND_THE_FIRST: Final = ", and so in all layers behind the first"
 _SAID: Final = {
     "nan": "NaN in {rows} of K or V written",
     "infinite": "an infinity in {rows} of K or V written",
@@ -147,7 +148,16 @@ class BadValues(HistoryCheck):
             if written is not None:
                 place["slot"] = int(written[token])
             detail = f"{said} in {phase}, first in {stream.half} of layer {layer}"
+            if kind == ZEROS and self._all_behind_the_first(forward.runner, mine):
+                detail += BEHIND_THE_FIRST
             yield self.of_request(forward, request, detail, cause=found, **place)
+
+    def _all_behind_the_first(self, runner: int, mine: Int64Array) -> bool:
+        """Say whether the rows of zeros that a request wrote are those of K and V in all layers behind the first, of some tokens."""
+        streams, zeros = self.history.header.streams(runner), mine[mine[:, 2] == ZEROS]
+        whole = [len(streams[number][1].layers) - 1 for number in zeros[:, 1].tolist()]
+        tokens = {rows / layers if layers else 0.0 for rows, layers in zip(zeros[:, 5].tolist(), whole, strict=True)}
+        return len(zeros) == 2 and len(tokens) == 1 and tokens.pop().is_integer() and min(whole) > 1
 
 
 def looked_at(stream: KvStream, slot: int, backend: str) -> tuple[int, int]:

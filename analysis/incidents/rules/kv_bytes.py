@@ -1,5 +1,6 @@
 """What went wrong with the KV bytes of slots, while their records are right."""
 
+from ....replayer.checks.layers import BEHIND_THE_FIRST
 from ....replayer.report.findings import NO_ADAPTER
 from ..cluster import Cluster, Diagnosis, rule, slot_query
 from ..seen.likely import POSSIBLE
@@ -126,7 +127,10 @@ def bad_values_written(cluster: Cluster) -> Diagnosis | None:
     words, sign = "{0.reader} wrote values that no model writes in {0.when}: {0.detail}", cluster.finding("bad_values")
     if sign is not None and sign.cause == "saturated":
         words += "; look at the cache's scales"
-    return cluster.said_by("bad_values", words, 0.95 if still_empty(cluster) is None else 0.5)
+    score = 0.95 if still_empty(cluster) is None else 0.5
+    # A write that is lost is lost in all layers, or in one; what a layer computes wrongly all behind it have.
+    whole = sign is not None and sign.detail.endswith(BEHIND_THE_FIRST)
+    return cluster.said_by("bad_values", words, max(score, 0.62) if whole else score)
 
 
 @rule("pool groups share memory", branch="write")

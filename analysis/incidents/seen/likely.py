@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from ....replayer.checks.layers import BEHIND_THE_FIRST
 from ..cluster import Cluster, Diagnosis
 from ..facts import FACTS_A_SLOT
 from ..sign import CONTENT, KV_HASH
@@ -193,7 +194,10 @@ def _by_what_was_written(cluster: Cluster, seen: Evidence) -> Likely | None:
         return Likely("write", ("slot_mapping", "kv_write_lost"))
     if stored_nowhere(cluster, seen.sign) is not None:
         return Likely("write", ("kv_write_lost", "slot_mapping"))
-    if still_empty(cluster) is not None and not content:
+    empty = still_empty(cluster)
+    if empty is not None and not content:
+        if empty.detail.endswith(BEHIND_THE_FIRST):  # what a layer computes wrongly all behind it have
+            return Likely("content", ("bad_values_written", "kv_write_lost"))
         return Likely("write", ("kv_write_lost", "bad_values_written"))
     if cached_by_nobody(cluster) is not None:
         return Likely("content", ("hit_before_written",))
