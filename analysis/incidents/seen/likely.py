@@ -363,11 +363,10 @@ def _of_bytes(cluster: Cluster, seen: Evidence) -> Likely:
         return _CONTENT[seen.filled]
     if seen.filled is Filled.LOAD and came_with_its_load(cluster, sign):
         return Likely("transfer", ("stored_wrong", "load_of_other_prefix", "failed_load_counted_loaded"))
-    change = cluster.last(sign, "changed")
-    if change is not None and change.behind >= 0:  # what a copy ran over is behind what it filled
-        return Likely("transfer", ("transfer_wrong_stride",))
     if open_transfer(cluster, sign) is not None:
         return Likely("transfer", ("abort_frees_during_transfer", "load_landed_elsewhere"))
+    if (change := cluster.last(sign, "changed")) is not None and change.behind >= 0:
+        return Likely("", ("transfer_wrong_stride", "kv_changed"))  # what a load ran over is behind what it filled
     foreign = cluster.finding("write_to_foreign_slot")
     if foreign is not None and cluster.enough(foreign) and cluster.gave_up(foreign):
         return Likely("table", ("req_to_token", "slot_mapping"))

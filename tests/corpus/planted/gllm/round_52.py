@@ -7,7 +7,13 @@ GATHERED = 32  # rows that are found again
 CAPTURED = 24  # tokens of the longest prompt that a graph computes
 
 
-@bug("vllm-project/vllm#9744", "gllm-reloads", "cache_kept_over_new_weights", origin="vLLM")
+@bug(
+    "vllm-project/vllm#9744",
+    "gllm-reloads",
+    "cache_kept_over_new_weights",
+    origin="vLLM",
+    late="not found: nobody tells the recorder of new weights",
+)
 def new_policy_answers_on_what_the_old_one_computed(fired: Fired) -> None:
     """Between two rounds of training the model gets new weights, and nothing tells the prefix cache. Who begins as a prompt
     of the round before is lent its pages, which the old weights have computed, and only the rest is computed by the
@@ -126,7 +132,13 @@ def last_token_of_a_prompt_that_is_known_whole_is_fed_once_more(fired: Fired) ->
         return before(runner, count, dp_padded_size=dp_padded_size)
 
 
-@bug("tenstorrent/tt-xla#5929", "gllm-gathers", "next_token_swap", origin="TT-XLA")
+@bug(
+    "tenstorrent/tt-xla#5929",
+    "gllm-gathers",
+    "next_token_swap",
+    origin="TT-XLA",
+    late="not found: what a row of the sampler is computed from is not recorded",
+)
 def token_is_sampled_from_a_row_of_another_request(fired: Fired) -> None:
     """What the last token of each request has become is picked out of all tokens of the step, which are one list to the
     device. From a certain place in it on another row comes back, and a request whose tokens stand that far behind goes
