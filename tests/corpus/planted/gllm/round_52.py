@@ -166,8 +166,13 @@ def token_is_sampled_from_a_row_of_another_request(fired: Fired) -> None:
 
 
 @bug(
-    "sgl-project/sglang#32703", "gllm-adapters", "computed_with_other_weights", "not_of_the_model", origin="SGLang"
-)  # fmt: skip
+    "sgl-project/sglang#32703",
+    "gllm-adapters",
+    "computed_with_other_weights",
+    "not_of_the_model",
+    origin="SGLang",
+    late="not found: the adapters are not the engine's, and nobody tells the recorder of them",
+)
 def graph_of_prompts_was_captured_without_an_adapter(fired: Fired) -> None:
     """The graph that computes prompts is captured before any adapter is made ready, and has none in it. Prompts that are short
     enough for it, and have no one who decodes beside them, are computed by the model as it is: their adapter is used
