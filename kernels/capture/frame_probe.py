@@ -31,7 +31,8 @@ def probe_kernel(
             begin = tl.load(starts_in + request).to(tl.int64)
             token = tl.where(tl.load(wanted + 4) != 0, begin, tl.load(starts_in + request + 1).to(tl.int64) - 1)
         lane = tl.arange(0, DIM)
-        length = tl.where(length > columns * page_size, positions + 1, length)  # its row ends before: as of one that is too long
+        # One whose row ends before it does is as one that is too long.
+        length = tl.where(length > columns * page_size, positions + 1, length)
         held = length
         is_there = (token >= 0) & (token < num_tokens) & (row >= 0) & (row < table_rows)
         if (length > positions) | (is_there == 0):

@@ -109,7 +109,9 @@ class ProbedAttention:
 def _layer(layer: Any, own: _Group) -> ProbedLayer | None:
     """Return where a layer's K and V lie and how it weighs them, None if it is not known."""
     kv, impl = cache_of(layer), vars(layer).get("impl")  # recurrent layers have none
-    if kv is None or impl is None or type(impl).__name__ not in _IMPLS or not kv.dtype.is_floating_point or not weighs_plainly(impl):
+    if kv is None or impl is None or type(impl).__name__ not in _IMPLS:
+        return None
+    if not kv.dtype.is_floating_point or not weighs_plainly(impl):
         return None
     (keys, axes), (values, _) = (whole_half(kv, own, half) for half in ("K", "V"))
     if axes not in _AXES or keys.stride(-1) != 1 or values.stride(-1) != 1:
