@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...kernels.arrays import ByteArray, Int64Array
 from ...kernels.ops.token_rows.encoding import float_values
 from ...kernels.ops.token_rows.reference import encoding_of
-from .written import BEFORE, EVENT, FURTHEST, POSITION, REACH, REQUEST, ROUNDING, TOKEN_BITS, WrittenTokens
+from .written import BEFORE, EVENT, FURTHEST, POSITION, REQUEST, ROUNDING, TOKEN_BITS, WrittenTokens
 
 # Of 8 bits equal values may differ by a code: by a part of the value, and of small ones by a step, of which there are so many to 1.
 _CODES: Final = {dtype: of for dtype in ("float8_e4m3fn", "float8_e5m2") if (of := encoding_of(dtype, 1.0)) is not None}
@@ -22,9 +22,6 @@ _NOISE: Final = 16  # times what most repeats differ by
 _MOST: Final = 0.7  # of the repeats are right, or the bytes follow from more than the token
 _FEWEST: Final = 32  # repeats from which anything can be learnt
 _RECENT: Final = 4096  # rows that show, with those of a batch, how large K is
-# What may choose the angles of K: the length of the request, or the longest of the forward (SGLang's Phi-3).
-LENGTHS: Final = (FURTHEST, REACH)
-_NO_SPANS: Final = np.empty((0, 2), np.int64)
 _POSITION_BITS: Final = 20  # of K's keys, between the identity and the token
 _MAX_TOKENS: Final = 1 << 17  # that are remembered of a stream
 _MAX_DIFFERENCES: Final = 1 << 20
@@ -56,8 +53,8 @@ class Repeats:
 
     `pairs` counts repeats that tell something, `by` how far those of them that are not equal differ, `found` all that differ by
     more than rounding. `alike` has by identity the events `[n, 2]` from one to the other of which a token came again so: weights and
-    adapter are the same. `across` has, of `LENGTHS` each, the lengths `[n, 2]` from one to the other of which a token's K came again
-    so: no length there chooses the angles.
+    adapter are the same. `across` has the lengths `[n, 2]` from one to the other of which a token's K came again so: no length
+    there chooses the angles.
     """
 
     half: str
@@ -71,7 +68,7 @@ class Repeats:
     by: list[npt.NDArray[np.float64]] = field(default_factory=list)
     found: list[Difference] = field(default_factory=list)
     alike: dict[int, Int64Array] = field(default_factory=dict)
-    across: dict[int, Int64Array] = field(default_factory=dict)
+    across: Int64Array = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
     @classmethod
     def begin(cls, half: str, dtype: str, written: WrittenTokens) -> "Repeats":
@@ -140,10 +137,8 @@ class Repeats:
         alike[differ] = by <= EQUAL[self.dtype]
         if self.half == "K":
             turned = np.flatnonzero(alike & (places[:, POSITION] > 0))  # at the first there are no angles
-            for column in LENGTHS:
-                lengths = np.sort(np.stack([places[turned - 1, column], places[turned, column]], axis=1), axis=1)
-                wider = lengths[lengths[:, 0] < lengths[:, 1]]
-                self.across[column] = _joined(np.concatenate([self.across.get(column, wider[:0]), wider]))
+            lengths = np.sort(np.stack([places[turned - 1, FURTHEST], places[turned, FURTHEST]], axis=1), axis=1)
+            self.across = _joined(np.concatenate([self.across, lengths[lengths[:, 0] < lengths[:, 1]]]))
         ends, begins = (places[np.flatnonzero(alike) - n, EVENT] for n in (0, 1))
         spans, of = np.stack([begins, ends], axis=1), keys[alike] >> TOKEN_BITS
         right = set(np.unique(of << TOKEN_BITS | ends).tolist())
@@ -179,19 +174,17 @@ class Repeats:
         )
 
     def chosen_by_length(self, limit: float) -> bool:
-        """Say whether a length can be what chooses the angles, a request's or a forward's: all K that differs was turned below and above
-        it, and no K that is the same.
+        """Say whether a length can be what chooses the angles of a request: all K that differs was turned below and above it, and no K
+        that is the same.
         """
-        differing = [(place, before) for much, place, before, *_ in self.found if much > limit]
-        for column in LENGTHS if differing else ():
-            pairs = [sorted((place[column], before[column])) for place, before in differing]
-            length, below = max(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
-            for begin, end in self.across.get(column, _NO_SPANS).tolist():
-                if begin <= length < end:
-                    length = end
-            if length < below:
-                return True
-        return False
+        pairs = [sorted((place[FURTHEST], before[FURTHEST])) for much, place, before, *_ in self.found if much > limit]
+        if not pairs:
+            return False
+        length, below = max(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
+        for begin, end in self.across.tolist():
+            if begin <= length < end:
+                length = end
+        return length < below
 
 
 def _by_position(written: WrittenTokens) -> WrittenTokens:

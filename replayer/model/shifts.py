@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.arrays import BoolArray, Int64Array
-from .written import EVENT, FURTHEST, POSITION, REACH, REQUEST
+from .written import EVENT, FURTHEST, POSITION, REQUEST
 
 Floats = npt.NDArray[np.float64]
 
@@ -78,7 +78,7 @@ class _Beside(NamedTuple):
 
 
 def find_shifts(keys: Int64Array, values: Floats, places: Int64Array, dtype: str) -> list[Shifted]:
-    """Return what is not turned as most forwards' parts are: of tokens `keys` `[n]` with `values` `[n, lanes]` and `places` `[n, 10]`."""
+    """Return what is not turned as most forwards' parts are: of tokens `keys` `[n]` with `values` `[n, lanes]` and `places` `[n, 9]`."""
     near = np.flatnonzero(np.isfinite(values).all(axis=1) & (places[:, POSITION] >= 0) & (places[:, POSITION] < _FAR))
     values, positions = values[near, :_LANES], places[near, POSITION].astype(np.float64)
     _, token = np.unique(keys[near], return_inverse=True)
@@ -94,7 +94,7 @@ class _Frame:
 
     def __init__(self, token: Int64Array, values: Floats, positions: Floats, places: Int64Array, law: _Law) -> None:
         self.token, self.values, self.positions, self.law = token, values, positions, law
-        self.event, self.length, self.longest = places[:, EVENT], places[:, FURTHEST], places[:, REACH]
+        self.event, self.length = places[:, EVENT], places[:, FURTHEST]
         self.part = _parts(places)
         parts = np.split(np.argsort(self.part, kind="stable"), np.cumsum(np.bincount(self.part))[:-1])
         self.rows = [one[:_OF_PART] for one in parts]
@@ -127,11 +127,9 @@ class _Frame:
             votes[best[one]] += len(np.unique(self.event[self.rows[one]]))
         right = votes.most_common(1)[0][0]
         off = [row for one, by in best.items() if by != right for row in self._off(one, by, right)]
-        # A length may choose the angles, or the longest of the forward.
-        fits = np.concatenate([self.rows[one] for one, by in best.items() if by == right])
-        low, high, reach = self.length[fits].min(), self.length[fits].max(), self.longest[fits].max()
-        if all(self.longest[one.row] > reach for one in off):
-            return []
+        # A length may choose the angles.
+        lengths = [self.length[self.rows[one]] for one, by in best.items() if by == right]
+        low, high = min(one.min() for one in lengths), max(one.max() for one in lengths)
         return [one for one in off if low <= self.length[one.row] <= high]
 
     def _off(self, one: int, by: int, right: int) -> list[Shifted]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ...kernels.arrays import BoolArray, Int64Array
 from ...kernels.ops.token_rows.encoding import float_values
 from .shifts import find_shifts
-from .written import EVENT, FURTHEST, POSITION, REACH, REQUEST, ROUNDING, WrittenTokens
+from .written import EVENT, FURTHEST, POSITION, REQUEST, ROUNDING, WrittenTokens
 
 Floats = npt.NDArray[np.float64]
 
@@ -71,9 +71,7 @@ class _Tokens(NamedTuple):
 
 @dataclass(slots=True)
 class Turns:
-    """What is known of a stream of K: its angles, some rows of each token, the shortest and longest request whose K fits, the longest beside
-    which it does, and what does not fit.
-    """
+    """What is known of a stream of K: its angles, some rows of each token, the shortest and longest request whose K fits, and what does not."""
 
     dtype: str
     angles: Floats | None = None
@@ -84,7 +82,6 @@ class Turns:
     right: int = 0
     known: int = 0  # that are right but for one row
     lengths: tuple[int, int] = (1 << 62, -1)
-    reach: int = -1
     _waiting: list[WrittenTokens] = field(default_factory=list)
     _kept: WrittenTokens | None = None
     shifted: list[Misturned] = field(default_factory=list)  # by as many positions as others beside it
@@ -147,9 +144,7 @@ class Turns:
             return self.shifted
         if float(np.median(np.concatenate(self._left))) > _FITS / 4:
             return self.shifted  # they are turned by something that the angles come near to
-        low, high = self.lengths  # a length may choose the angles, or the longest of the forward
-        if all(one.place[REACH] > self.reach for one in self.found):
-            return []
+        low, high = self.lengths  # a length may choose the angles
         alike = Counter((one.place[EVENT], one.as_at - one.place[POSITION]) for one in self.found)
         return [
             one
@@ -220,11 +215,9 @@ class Turns:
         self.right += int((judged & right).sum())
         if len(self._left) < _MOST_PARTS:
             self._left.append(left[judged & right])
-        fits = places[tokens.rows[right][tokens.there[right]]]
-        if len(fits):
-            lengths = fits[:, FURTHEST]
+        lengths = places[tokens.rows[right][tokens.there[right]], FURTHEST]
+        if len(lengths):
             self.lengths = min(self.lengths[0], int(lengths.min())), max(self.lengths[1], int(lengths.max()))
-            self.reach = max(self.reach, int(fits[:, REACH].max()))
         last = int(places[:, POSITION].max())
         for g in np.flatnonzero(judged & (left > _FITS)).tolist():
             one = tokens.some(slice(g, g + 1))

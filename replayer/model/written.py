@@ -18,12 +18,12 @@ from ...recorder.trace.schema import SUBMITTED
 ROUNDING: Final = {"float32": 2.0**-8, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 NEEDED: Final = frozenset({"input_ids", "positions", "out_cache_loc", "request_ids", "extend_lens"})
 TOKEN_BITS: Final = 40  # of a key, below the identity
-# Columns of a place. The furthest is the last position that the forward computes of the token's request, the reach that of any.
-EVENT, FORWARD, TIME, REQUEST, ROW, POSITION, SLOT, BEFORE, FURTHEST, REACH = range(10)
+# Columns of a place. The furthest is the last position that the forward computes of the token's request.
+EVENT, FORWARD, TIME, REQUEST, ROW, POSITION, SLOT, BEFORE, FURTHEST = range(9)
 
 
 class WrittenTokens(NamedTuple):
-    """`keys` `[n]` hold identity and token, `data` `[n, width]` the bytes, `places` `[n, 10]` where each stands."""
+    """`keys` `[n]` hold identity and token, `data` `[n, width]` the bytes, `places` `[n, 9]` where each stands."""
 
     keys: Int64Array
     data: ByteArray
@@ -47,7 +47,7 @@ class ForwardTokens:
     _requests: tuple[Int64Array, Int64Array]  # rows and ids of those
     _every: tuple[Int64Array, ...]  # owner, token, position of all, those left out too, and [n] which of them these are
     _places_of: tuple[Int64Array, Int64Array]  # in which forward each of all is, and where in it
-    _beside: Int64Array | None = None  # [n, 3] the token in front, the furthest position, and the forward's reach
+    _beside: Int64Array | None = None  # [n, 2] the token in front, and the furthest position
     _stays: dict[int, BoolArray] = field(default_factory=dict)
 
     def begins(self, first_bytes: int, width: int) -> Int64Array:
@@ -72,7 +72,7 @@ class ForwardTokens:
         return self._stays[block_table]
 
     def places(self, which: Int64Array, block_table: int) -> Int64Array:
-        """Return where some of the tokens stand, `[k, 10]`."""
+        """Return where some of the tokens stand, `[k, 9]`."""
         batch, forward, owner = self.batch, self._forward[which], self._owner[which]
         of, (rows, ids) = self._of[forward], self._requests
         slots = batch.offsets("out_cache_loc")[of] + block_table * self._tokens[forward] + self._within[which]
@@ -80,11 +80,8 @@ class ForwardTokens:
             owners, tokens, positions, known = self._every
             furthest = np.full(len(ids) + 1, -1, np.int64)  # the last is the padding's
             np.maximum.at(furthest, owners, positions)
-            own, every = owners < len(ids), self._places_of[0]
-            reach = np.full(len(self._of), -1, np.int64)
-            np.maximum.at(reach, every[own], positions[own])
             before = _before(owners, ids, tokens, positions)
-            self._beside = np.stack([before[known], furthest[owners[known]], reach[every[known]]], axis=1)
+            self._beside = np.stack([before[known], furthest[owners[known]]], axis=1)
         columns = [batch.scalar_ints(name)[of] for name in ("event", "forward", "time_ns")]
         columns += [ids[owner], rows[owner], self.positions[which], batch.values("out_cache_loc")[slots]]
         return np.concatenate([np.stack(columns, axis=1), self._beside[which]], axis=1)

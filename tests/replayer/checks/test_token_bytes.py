@@ -209,11 +209,10 @@ def test_bytes_that_are_not_said_to_be_floats_are_not_judged(recorded, tmp_path,
     assert list(found) == (["token_bytes"] if dtype == "float32" else [])
 
 
-def played(tmp_path, k, v, long=(), layers=1, beside=()):
+def played(tmp_path, k, v, long=(), layers=1):
     """Replay prompts of 40 tokens, most of them the same, whose `k` and `v` follow from tokens, positions and the request.
 
-    With `long`, requests, all others have 30. What further `layers` have follows from the request as well. `beside` some requests
-    a token of a long one is computed, at a position that none of theirs reaches.
+    With `long`, requests, all others have 30. What further `layers` have follows from the request as well.
     """
     kv = np.zeros((2, layers, 64, 4), np.float32)
     half = [KvTensor(tensor=tuple(of_half), axes="slot value") for of_half in kv]
@@ -228,19 +227,19 @@ def played(tmp_path, k, v, long=(), layers=1, beside=()):
     prompts = [words] * 10 + [np.roll(words, 7)] * 2 + [random.permutation(words) for _ in range(3)] + [words] * 2
     for request, whole in enumerate(prompts):
         prompt = whole[: 30 if long and request not in long else 40]
-        slots, more = np.arange(1, len(prompt) + 1), [2] if request in beside else []
+        slots = np.arange(1, len(prompt) + 1)
         identity = [IdentityValue(kind, "") for kind in ("adapter", "weights", "media")]
         recorder.request(request_id=request, name=f"r{request}", prompt_len=len(prompt), identity=identity)
         recorder.before_forward(
             ForwardInput(
                 mode="extend",
-                req_pool_indices=[1, *more],
-                request_ids=[request, *(1000 + one for one in more)],
-                prefix_lens=[0, *(50 for _ in more)],
-                extend_lens=[len(prompt), *(1 for _ in more)],
-                input_ids=[*prompt, *(9 for _ in more)],
-                positions=[*range(len(prompt)), *(50 for _ in more)],
-                out_cache_loc=([*slots, *(63 for _ in more)],),
+                req_pool_indices=[1],
+                request_ids=[request],
+                prefix_lens=[0],
+                extend_lens=[len(prompt)],
+                input_ids=prompt,
+                positions=np.arange(len(prompt)),
+                out_cache_loc=(slots,),
                 reads=(np.zeros((4, 64), np.int32),),
             )
         )
@@ -365,16 +364,6 @@ def turned_by_the_longest(tokens, positions, request):
 def test_a_length_may_choose_the_angles_of_a_request_and_of_no_other(tmp_path, k, found):
     """Angles for long texts and for short ones (Phi-3, "longrope"), one request at a time."""
     assert played(tmp_path, k, of_the_token, long=(4, 9))[0].get("token_bytes", 0) == found
-
-
-@pytest.mark.parametrize(("beside", "found"), [((LAST_BUT_ONE,), 0), ((), 1), ((0, LAST_BUT_ONE), 1)])
-def test_the_longest_of_a_forward_may_choose_the_angles_of_all_its_requests(tmp_path, beside, found):
-    """As SGLang's Phi-3 has it: what is computed beside a long request is turned as that is, and nothing else."""
-
-    def k(tokens, positions, request):
-        return turned(tokens, positions * (1 + (request == LAST_BUT_ONE)), request)
-
-    assert played(tmp_path, k, of_the_token, beside=beside)[0].get("token_bytes", 0) == found
 
 
 def test_a_token_that_is_other_in_k_and_v_is_of_other_weights(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from kvcanary.kernels.ops.token_rows.encoding import float_values
 from kvcanary.replayer.model.shifts import find_shifts
 from kvcanary.replayer.model.turns import TURNED, Turns
-from kvcanary.replayer.model.written import EVENT, FURTHEST, POSITION, REACH, REQUEST, WrittenTokens
+from kvcanary.replayer.model.written import EVENT, FURTHEST, POSITION, REQUEST, WrittenTokens
 from kvcanary.replayer.run.replay import ReplaySettings, replay
 
 from ...support.places import DATA
@@ -42,9 +42,9 @@ def written(
     token = rng.integers(0, VOCAB, len(position))
     a, b = rng.normal(size=(2, VOCAB, LANES))
     at = turned_at(request, position)[:, None] * angles
-    places = np.zeros((len(position), 10), np.int64)
+    places = np.zeros((len(position), 9), np.int64)
     places[:, EVENT], places[:, REQUEST], places[:, POSITION] = request * 100 + position // 16, request, position
-    places[:, FURTHEST] = places[:, REACH] = position
+    places[:, FURTHEST] = position
     return WrittenTokens(token, bytes_of(a[token] * np.cos(at) + b[token] * np.sin(at), dtype), places)
 
 
@@ -115,19 +115,12 @@ def test_where_every_second_position_alone_is_known_several_angles_do_the_same()
     assert (turns.tell(), turns.angles) == ([], None)
 
 
-def with_lengths(data: WrittenTokens, column: int, long: np.ndarray) -> np.ndarray:
-    """Return the places with some tokens' request, or their forward, longer than all others'."""
-    places = data.places.copy()
-    places[long, column] = 1000
-    return places
-
-
 def test_a_length_may_choose_the_angles() -> None:
     position = np.tile(np.arange(LENGTH), REQUESTS)
     long = position[:, None] >= 70  # as if only what is longer were turned otherwise
     data = written(6, "float32", angles=np.where(long, ANGLES / 2, ANGLES))
-    assert turns_of(data._replace(places=with_lengths(data, FURTHEST, long[:, 0]))).tell() == []
-    assert turns_of(data._replace(places=with_lengths(data, REACH, long[:, 0]))).tell() == []
+    data.places[:, FURTHEST] = np.where(long[:, 0], 400, position)
+    assert turns_of(data).tell() == []
 
 
 @pytest.mark.parametrize("dtype", sorted(TURNED))
@@ -147,9 +140,8 @@ def test_a_length_may_choose_by_how_much_parts_are_shifted() -> None:
     some = WrittenTokens(*(part[: 8 * LENGTH] for part in data))
     values = some.data.view(np.float32).astype(np.float64)
     assert find_shifts(some.keys, values, some.places, "float32")
-    for column in (FURTHEST, REACH):
-        longer = with_lengths(some, column, some.places[:, REQUEST] > 4)
-        assert find_shifts(some.keys, values, longer, "float32") == []
+    some.places[:, FURTHEST] += 1000 * (some.places[:, REQUEST] > 4)
+    assert find_shifts(some.keys, values, some.places, "float32") == []
 
 
 @pytest.mark.parametrize("scale", [0.5, 0.75, 2.0])
