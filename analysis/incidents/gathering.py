@@ -54,14 +54,13 @@ class ChangedBytes:
     def __init__(self, header: TraceHeader) -> None:
         self._header = header
         self._recent: deque[_Written] = deque(maxlen=RECENT_EVENTS)
-        self._copies: deque[tuple[int, int, Int64Array]] = deque(
-            maxlen=RECENT_EVENTS
-        )  # event, pool group, slots filled
+        # Event, pool group, slots that were filled.
+        self._loads: deque[tuple[int, int, Int64Array]] = deque(maxlen=RECENT_EVENTS)
 
-    def copied(self, event: int, copy: SlotCopy) -> None:
-        """Remember what a copy from another tier filled."""
+    def loaded(self, event: int, copy: SlotCopy) -> None:
+        """Remember what a copy from another tier filled; of one inside the pool nothing is kept."""
         if copy.src_tier != TIER_POOL:
-            self._copies.append((event, copy.group, copy.dst))
+            self._loads.append((event, copy.group, copy.dst))
 
     def wrote(self, forward: Forward) -> None:
         """Remember a forward."""
@@ -117,13 +116,13 @@ class ChangedBytes:
             yield group, slot, fact
 
     def _behind(self, group: int, slot: int, changed: set[int], since: int) -> int:
-        """Return the last copy since an event that filled the slot in front of those that changed with `slot`, and none of these."""
+        """Return the last load since an event that filled the slot in front of those that changed with `slot`, and none of these."""
         first, end = slot, slot + 1
         while first - 1 in changed:
             first -= 1
         while end in changed:
             end += 1
-        for event, of_group, filled in reversed(self._copies):
+        for event, of_group, filled in reversed(self._loads):
             if event > since and of_group == group and (filled == first - 1).any():
                 return NOBODY if ((filled >= first) & (filled < end)).any() else event
         return NOBODY
@@ -338,7 +337,7 @@ class _Gathering(StateListener):
             change = self._only_seen.update if note == SEEN else self._only_seen.difference_update
             change((copy.group, target) for target in targets if note == SEEN or self._only_seen)
             return
-        self._bytes.copied(self._event, copy)
+        self._bytes.loaded(self._event, copy)
         for source, target in zip(sources, targets, strict=True):
             times = 0
             if copy.src_tier != TIER_POOL:  # whoever reads it again reads what the first one did

@@ -354,7 +354,7 @@ def transfer_wrong_stride(cluster: Cluster) -> Diagnosis | None:
     beside = cluster.only_kv_hash()
     change = cluster.last(beside, "changed") if beside is not None else None
     if beside is not None and change is not None and change.behind >= 0 and open_transfer(cluster, beside) is None:
-        said = f"{beside.place} of {beside.reader} changed right behind what the copy of event {change.behind} filled, which went on "
+        said = f"{beside.place} of {beside.reader} changed right behind what the load of event {change.behind} filled, which went on "
         said += f"beyond its end; read in {beside.when}"
         return cluster.diagnosis(0.85, said, beside, change.behind, change.event, cause=change.behind)
     if beside is None or change is None or change.twin_kind != "transfer":

@@ -17,11 +17,8 @@ class ProbeTurns:
     def __init__(self) -> None:
         self.probe: AttentionProbe | None = None
         self._begun = False
-        self._graphs, self._last, self._held = (
-            -1,
-            1 << 62,
-            False,
-        )  # captured; the last layer in it; whether it has a launch
+        self._graphs = -1  # the number of the one that was captured last
+        self._last, self._held = 1 << 62, False  # the last layer in it, and whether it has a launch
 
     def begin(self, recorder: DeviceRecorder, places: Mapping[int, tuple[int, tuple[int, ...]]], every: int) -> None:
         """Have a recorder look at layers, of which `places` has the group and the windows, in one of so many forwards."""

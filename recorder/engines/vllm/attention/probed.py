@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from .....kernels.capture.attention_probe import PagedHalf, ProbedCall
 from ....capture.device.attention_probe import AttentionProbe, ProbedLayer
 from ....capture.device.recorder import DeviceRecorder
+from ...common.hooking import Wraps
 from ...common.probing import ProbeTurns
 from ..device import block_tables
 from ..kv import cache_of, layer_number, whole_half
@@ -37,7 +38,7 @@ class ProbedAttention:
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._turns = runner, ProbeTurns()
-        self._hooked: list[Any] = []
+        self._wraps = Wraps()
         self._impls: dict[int, tuple[Any, _Group]] = {}
         try:
             self._hook(runner)
@@ -57,9 +58,7 @@ class ProbedAttention:
 
     def undo(self) -> None:
         """Take the hooks off."""
-        for impl in self._hooked:
-            vars(impl).pop("forward", None)
-        self._hooked.clear()
+        self._wraps.undo()
         self._turns.probe = None
 
     def _hook(self, runner: Any) -> None:
@@ -83,8 +82,7 @@ class ProbedAttention:
         for number in probe.layers:
             impl, own = self._impls[number]
             hook = functools.partial(self._forward, impl.forward, number, own)
-            impl.forward = functools.update_wrapper(hook, impl.forward)
-            self._hooked.append(impl)
+            self._wraps.put(impl, "forward", functools.update_wrapper(hook, impl.forward))
 
     def _forward(self, original: Callable[..., Any], number: int, own: _Group, *args: Any, **kwargs: Any) -> Any:
         def launch(probe: AttentionProbe, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bytes that change without a write, right behind what a copy filled."""
+"""Bytes that change without a write, right behind what a load filled."""
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from kvcanary.recorder.trace.schema import TIER_HOST, TIER_POOL
         ((4, 5, 9), {6, 7, 8, 9}, 6, 10, -1),  # of which some were filled
     ],
 )
-def test_a_change_is_behind_the_last_copy_that_ends_in_front_of_it(filled, changed, slot, since, behind) -> None:
+def test_a_change_is_behind_the_last_load_that_ends_in_front_of_it(filled, changed, slot, since, behind) -> None:
     seen = ChangedBytes(
         TraceHeader(groups=(PoolGroup(name="full", num_slots=64),), tables=(StateTable(rows=2, width=64),))
     )
     slots = np.array(filled, np.int64)
-    seen.copied(20, SlotCopy(group=0, src=slots, dst=slots, src_tier=TIER_HOST, dst_tier=TIER_POOL))
+    seen.loaded(20, SlotCopy(group=0, src=slots, dst=slots, src_tier=TIER_HOST, dst_tier=TIER_POOL))
     assert seen._behind(0, slot, changed, since) == behind
