@@ -131,9 +131,11 @@ class ShownBlocks:
 
     def _still_used(self, left: Mapping[int, Hashable], counts: Mapping[int, int] | None) -> list[BlockChange]:
         """Return the cached blocks that somebody has left, and whose users the engine counts more of than there are."""
+        if not counts:
+            return []
         found: dict[Hashable, list[int]] = {}
-        for block in sorted(left.keys() & self._cached) if counts is not None else ():
-            if (counts or {}).get(block, 0) > len(self._users.get(block, {})):
+        for block in sorted(left.keys() & self._cached):
+            if counts.get(block, 0) > len(self._users.get(block, {})):
                 found.setdefault(left[block], []).append(block)
         return [BlockChange("alloc", ALLOC_CACHED, one, blocks, STILL_USED) for one, blocks in found.items()]
 

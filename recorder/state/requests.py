@@ -54,9 +54,8 @@ class Identity:
         mine, theirs = self._media(bounds), other._media(bounds)
         wrong = np.zeros(len(positions), np.bool_)
         if mine is not None and theirs is not None and (mine != theirs).any():
-            wrong = (
-                positions >= bounds[(mine != theirs).argmax()]
-            )  # what follows was computed with what is in front, too
+            # What follows the first that differs was computed with it, too.
+            wrong = positions >= bounds[(mine != theirs).argmax()]
         return ("media" if wrong.any() else ""), wrong
 
 

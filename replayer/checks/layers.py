@@ -118,8 +118,9 @@ class BadValues(HistoryCheck):
 
     NaN spreads: what attends to it is NaN, too. Found is the first of a request, in the lowest layer; what the same request
     writes in the forwards that follow says nothing new. Rows of zeros are looked at behind a group's first layer and a
-    request's first token, and only in a layer that has written a good many rows of which none was. Values of 8 bits whose
-    scale is wrong are stored as 0 or as the largest that there is: a row that holds nothing else says nothing.
+    request's first token, and only in a layer that has written a good many rows of which none was; it is said if they are all
+    that some tokens wrote behind it. Values of 8 bits whose scale is wrong are stored as 0 or as the largest that there is: a row
+    that holds nothing else says nothing.
     """
 
     kind = "bad_values"
@@ -155,9 +156,11 @@ class BadValues(HistoryCheck):
     def _all_behind_the_first(self, runner: int, mine: Int64Array) -> bool:
         """Say whether the rows of zeros that a request wrote are those of K and V in all layers behind the first, of some tokens."""
         streams, zeros = self.history.header.streams(runner), mine[mine[:, 2] == ZEROS]
-        whole = [len(streams[number][1].layers) - 1 for number in zeros[:, 1].tolist()]
-        tokens = {rows / layers if layers else 0.0 for rows, layers in zip(zeros[:, 5].tolist(), whole, strict=True)}
-        return len(zeros) == 2 and len(tokens) == 1 and tokens.pop().is_integer() and min(whole) > 1
+        behind = np.array([len(streams[number][1].layers) - 1 for number in zeros[:, 1].tolist()], np.int64)
+        if len(zeros) != 2 or behind.min() < 2 or (zeros[:, 5] % behind).any():
+            return False
+        k_tokens, v_tokens = zeros[:, 5] // behind
+        return bool(k_tokens == v_tokens)
 
 
 def looked_at(stream: KvStream, slot: int, backend: str) -> tuple[int, int]:

@@ -81,11 +81,8 @@ def _of_change(cluster: Cluster, sign: Sign) -> set[str]:
     whose = "nobody's" if twin < 0 else "this pool's" if twin == cluster.group(sign) else "another pool's"
     emptied = {"changed: to zeros"} if change.emptied else set()
     behind = {"changed: behind a copy"} if change.behind >= 0 else set()
-    return (
-        {f"changed: to {whose}", f"changed: {'one slot' if change.together <= 1 else 'several slots'}"}
-        | emptied
-        | behind
-    )
+    many = f"changed: {'one slot' if change.together <= 1 else 'several slots'}"
+    return {f"changed: to {whose}", many} | emptied | behind
 
 
 def _last_slot(cluster: Cluster, sign: Sign) -> bool:
