@@ -8,7 +8,7 @@ import numpy as np
 from ...kernels.arrays import Int64Array
 from ...kernels.capture.layers import CHUNK_WORDS, ZEROS, watched_bytes
 from ...kernels.replay_pass.ledger import CONTENT
-from ...recorder.state.forward import runner_of
+from ...recorder.state.forward import Forward, runner_of
 from ...recorder.state.writes import KvChanges
 from ...recorder.trace.header import KvStream
 from ...recorder.trace.reader import EventView
@@ -149,13 +149,19 @@ class BadValues(HistoryCheck):
             if written is not None:
                 place["slot"] = int(written[token])
             detail = f"{said} in {phase}, first in {stream.half} of layer {layer}"
-            if kind == ZEROS and self._all_behind_the_first(forward.runner, mine):
+            if kind == ZEROS and self._all_behind_the_first(forward, mine, token):
                 detail += BEHIND_THE_FIRST
             yield self.of_request(forward, request, detail, cause=found, **place)
 
-    def _all_behind_the_first(self, runner: int, mine: Int64Array) -> bool:
-        """Say whether the rows of zeros that a request wrote are those of K and V in all layers behind the first, of some tokens."""
-        streams, zeros = self.history.header.streams(runner), mine[mine[:, 2] == ZEROS]
+    def _all_behind_the_first(self, forward: Forward, mine: Int64Array, token: int) -> bool:
+        """Say whether the rows of zeros that a request wrote are those of K and V in all layers behind the first, of some tokens.
+
+        Of a token whose first layer holds zeros as well, all of it may not have come there.
+        """
+        streams, zeros = list(self.history.header.streams(forward.runner)), mine[mine[:, 2] == ZEROS]
+        first = [data[token] for (_, one), data in zip(streams, forward.kv_bytes, strict=True) if not one.samples]
+        if not any(row.any() for row in first):
+            return False
         behind = np.array([len(streams[number][1].layers) - 1 for number in zeros[:, 1].tolist()], np.int64)
         if len(zeros) != 2 or behind.min() < 2 or (zeros[:, 5] % behind).any():
             return False

@@ -183,6 +183,17 @@ def test_a_row_of_zeros_is_found_once_the_layer_is_known(tmp_path: Path, first: 
     assert row["detail"].endswith(f"in prefill, first in V of layer {first or 1}")
 
 
+@pytest.mark.parametrize(("layer", "behind"), [(0, False), (1, True), (2, False)])
+def test_zeros_in_all_layers_behind_the_first_are_said_to_be(layer: int, behind: bool, tmp_path: Path) -> None:
+    """Where the first layer holds zeros as well, the whole token may not have come there."""
+    engine = Engine(tmp_path / "t.arrow")
+    for _ in range(6):
+        engine.prefill()
+    engine.forward((3, 0, [1, 2, 3]), then=lambda: [kv[layer:, 2].fill(0) for kv in engine.kv])
+    (row,) = found(engine, tmp_path)
+    assert row["detail"].endswith("in all layers behind the first") is behind
+
+
 @pytest.mark.parametrize("token,layer,rows", [(7, 0, 0), (7, 1, 8), (0, 0, 8)], ids=["padding", "a layer", "a prompt"])
 def test_a_prompt_that_begins_with_an_embedding_of_zeros(token: int, layer: int, rows: int, tmp_path: Path) -> None:
     """All layers of its first tokens are zeros; where the first layer is not, or tokens are others, it was not written."""
